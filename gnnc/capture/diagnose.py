@@ -45,6 +45,11 @@ _OUTSIDE = (
         "write this step with torch ops, or register it as one with torch.library",
     ),
     (
+        re.compile(r"(could not convert string to|invalid literal for).*'[<(\[]?(FakeTensor|[suz]\w*\d)"),
+        "forward reads a number from what a tensor or a size prints as",
+        "compute it with torch ops, or before the model",
+    ),
+    (
         re.compile(r"\.(apply_|map_|map2_) is not supported for tensor subclasses"),
         "forward calls a Python function for each element of a tensor",
         "write this step with torch ops, or run it before the model",

@@ -26,6 +26,7 @@ from gnnc.capture.functionalize import functional
 from gnnc.capture.guards import Guards, guards_of
 from gnnc.capture.hooks import refuse_registration_hooks
 from gnnc.capture.lazy_layers import materialize
+from gnnc.capture.printed_text import printed, same_programs
 from gnnc.capture.private_copy import private_copy
 from gnnc.capture.pyg_data import Container
 from gnnc.capture.pyg_patches import exportable
@@ -70,6 +71,11 @@ _MAX_SIZE = 2**40
 _Reading = tuple[bool, bool, tuple[torch.Size, ...], tuple[tuple[str, Number], ...]]
 """Way of tracing a call: strictly or not, with symbolic sizes or not, with stand-ins of these shapes, with
 guesses of values."""
+_TEXT = (
+    "[{}] takes what a tensor or a size prints as (repr, str, a format string) for a number or a decision, "
+    "at {}: a compiled call would repeat that of the first. Way out: compute it with torch ops, or before "
+    "the model; text that is only printed or logged may stay"
+)
 _NO_WAY = "what the model does depends on sizes in a way that tracing does not reproduce"
 
 
@@ -187,6 +193,7 @@ class _Entry(torch.nn.Module):
         self.unrolled: set[Dimension] = set()
         self.guesses: dict[str, Number] = {}
         self.guessed: list[ValueGuard] = []
+        self.printed: list[str] = []
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         if torch.compiler.is_dynamo_compiling():  # which would trace what looks for effects, too
@@ -272,6 +279,8 @@ def _export_reading(
                 errors.setdefault(stand_ins.symbolic, error)
                 continue
             if guards.serves([tensor.shape for tensor in call.tensors]):
+                if entry.printed:
+                    _refuse_read_text(entry, call, stand_ins, program)
                 return program, guards, reading
             break  # another reading would ask the same about sizes
     # what a wrong reading of the sizes fails for is not what the model cannot do
@@ -291,7 +300,20 @@ def _failure(model: torch.nn.Module, call: Call, error: Exception) -> CaptureErr
     return CaptureError(diagnosis(model, error, sparse))
 
 
-def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tuple[ExportedProgram, Guards]:
+def _refuse_read_text(entry: _Entry, call: Call, stand_ins: StandIns, program: ExportedProgram) -> None:
+    """Raise CaptureError if a program depends on text that forward makes of tensors or sizes."""
+    where = entry.printed[0]
+    try:
+        again, _ = _traced(entry, call, stand_ins, strict=False, other_text=True)
+    except Exception as error:  # forward raises every kind of exception
+        raise CaptureError(_TEXT.format(type(entry.model).__name__, where)) from error
+    if not same_programs(program, again):
+        raise CaptureError(_TEXT.format(type(entry.model).__name__, where))
+
+
+def _traced(
+    entry: _Entry, call: Call, stand_ins: StandIns, strict: bool, *, other_text: bool = False
+) -> tuple[ExportedProgram, Guards]:
     hint = Dim.DYNAMIC(min=2, max=_MAX_SIZE) if stand_ins.symbolic else Dim.AUTO
     dims = tuple({dim: hint for dim in dynamic} for dynamic in stand_ins.dynamic)
     modes = contextlib.ExitStack()
@@ -306,6 +328,7 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
     calls = contextlib.nullcontext() if strict else symbolic_calls(entry.model, _classes(call))
     modes.enter_context(calls)
     answers = modes.enter_context(guessed(entry.guesses))
+    text = modes.enter_context(printed(other=other_text))
     with watched() as branches, stopped_at_numbers(entry.watch), modes, quiet():
         program = torch.export.export(
             entry, stand_ins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
@@ -317,6 +340,7 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
         keep_symbols(program.graph, symbols)
     guards = guards_of(program, call, entry.unrolled)
     entry.guessed = answers  # here, since torch.export restores what an attribute was
+    entry.printed = [] if strict else text
     if strict:
         branches += at_least_two(guards.symbols)
     return program, dataclasses.replace(guards, branches=tuple(branches))

@@ -40,7 +40,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     A function must be one of ``in_this_thread``, or do for values of other threads what the one before did:
     they call it, too.
     """
-    before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)  # a static method as such
+    held = vars(owner) if isinstance(owner, type) else {}
+    before = held[name] if name in held else getattr(owner, name)  # of a class a static method as such
     patch = owner, name, before
     _ACTIVE.append(patch)
     setattr(owner, name, value)
