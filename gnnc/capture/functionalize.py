@@ -125,12 +125,28 @@ def _is_dropout_off(node: Node) -> bool:
 
 
 def _traced_again(program: ExportedProgram) -> ExportedProgram:
-    """Return the program as another trace makes it; dropouts that drop nothing are their operands."""
+    """Return the program as another trace makes it; dropouts that drop nothing are their operands.
+
+    A composite whose result is a view here, though its schema does not say so (``einsum("ij->ji", y)``,
+    ``meshgrid``), is traced through: kept as one op it would hide the view from the writes around it.
+    """
     for node in program.graph.find_nodes(op="call_function", target=aten.dropout.default):
         if _is_dropout_off(node):
             node.replace_all_uses_with(first_operand(node))
             program.graph.erase_node(node)
-    return program.run_decompositions({})
+    hidden = {node.target for node in program.graph.nodes if _is_hidden_view(node)}
+    known = torch.export.default_decompositions() if hidden else {}
+    return program.run_decompositions({op: known[op] for op in hidden})
+
+
+def _is_hidden_view(node: Node) -> bool:
+    """Return whether a composite whose schema promises new memory returns memory of its arguments."""
+    op = node.target
+    return isinstance(op, OpOverload) and _is_composite(op) and not _says_alias(op) and _shares_memory(node)
+
+
+def _is_composite(op: OpOverload) -> bool:
+    return op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
 def _spell_views(graph: Graph) -> None:
@@ -221,8 +237,7 @@ def _stays(node: Node, buffers: Set[Node]) -> bool:
         return False
     if op is aten.batch_norm.default:  # passes know it outside of train mode
         return argument(node, "training") is False or normalizes(node, buffers)
-    composite = op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
-    return op in _KNOWN or not composite or not (_says_alias(op) or _drops_out(node))
+    return op in _KNOWN or not _is_composite(op) or not (_says_alias(op) or _drops_out(node))
 
 
 def _drops_out(node: Node) -> bool:
@@ -251,6 +266,10 @@ def _says_alias(op: OpOverload) -> bool:
 def _may_alias(node: Node) -> bool:
     if not isinstance(node.target, OpOverload) or _says_alias(node.target) or _is_dropout_off(node):
         return True
+    return _shares_memory(node)
+
+
+def _shares_memory(node: Node) -> bool:
     taken = {place for argument in node.all_input_nodes for place in _storages(argument)}
     return not taken.isdisjoint(_storages(node))
 
