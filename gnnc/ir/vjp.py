@@ -22,6 +22,7 @@ from gnnc.ir.nodes import aten_name, op_name, outputs_of
 from gnnc.torch_private import OpOverload, schema, trace_sizes
 
 _ALIASES = ("alias.default", "detach.default", "lift_fresh_copy.default")
+_VIEWS = ("view.default", "_unsafe_view.default")
 _RESHAPES = ("view.default", "_unsafe_view.default", "reshape.default", "expand.default")
 _FACTORIES = ("full", "zeros", "ones", "scalar_tensor", "empty", "new_full", "new_zeros", "new_ones")
 _EDGE_COUNTS = (7919, 6271, 5381, 4273)
@@ -167,6 +168,8 @@ class _Cleaner:
             return
         kept = ("device", "layout", "pin_memory", "memory_format")
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in kept and v is not None}
+        if aten_name(node) in _VIEWS:  # of a copy whose memory format is dropped here
+            node.target = torch.ops.aten.reshape.default
         is_reshape = aten_name(node) in _RESHAPES
         node.args = tuple(self._sizes(arg, is_reshape) for arg in node.args)
 

@@ -153,6 +153,13 @@ HEADS = (
     "t0 = aten.view.default(j0, [-1, 2, 3]); t1 = aten.view.default(c0, [1, 2, 3]); "
     "t2 = aten.mul.Tensor(t0, t1); t3 = aten.sum.dim_IntList(t2, [-1]); return t3"
 )
+TRANSPOSED_HEADS = (  # products of the heads of two rows, as attention over a few rows of each node makes them
+    "t0 = aten.reshape.default(i0, [-1, 2, 2, 3]); t1 = aten.transpose.int(t0, 2, 1); "
+    "t2 = aten.reshape.default(t1, [-1, 2, 3]); t3 = aten.reshape.default(j0, [-1, 2, 2, 3]); "
+    "t4 = aten.transpose.int(t3, 2, 1); t5 = aten.reshape.default(t4, [-1, 2, 3]); "
+    "t6 = aten.transpose.int(t5, 1, 2); t7 = aten.bmm.default(t2, t6); "
+    "t8 = aten.reshape.default(t7, [-1, 8]); return t8"
+)
 SEVERAL = SUM_OF_ENDS + "t2 = aten.mul.Tensor(t1, t1); t3 = aten.mul.Tensor(t2, c0); return [t1, t2, t1, t3]"
 
 
@@ -169,6 +176,13 @@ def test_edge_map_and_message(kind: str, body: str) -> None:
         rowptr, col, *groups, rows = operands(kind, width)
         check("edge_map", rowptr, col, body, *groups)
         check("message", rowptr, col, body, "sum", *groups, rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_in_another_layout(kind: str) -> None:
+    rowptr, col, *groups, rows = operands(kind, 12)
+    check("edge_map", rowptr, col, TRANSPOSED_HEADS, *groups)
+    check("message", rowptr, col, TRANSPOSED_HEADS, "sum", *groups, rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)

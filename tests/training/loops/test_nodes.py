@@ -479,7 +479,7 @@ FORMS: dict[str, Form] = {
     "tag": layers(lambda a, b: pyg.TAGConv(a, b, K=2)),
     "agnn": net(Agnn),
     "mix-hop": net(MixHop),
-    "dna": refused(net(Dna), "Cannot view a tensor"),
+    "dna": net(Dna),
     "super-gat": Form(super_gat, "cannot be captured.*negative_sampling"),
     "graph-conv": layers(pyg.GraphConv, WEIGHT),
     "le": layers(pyg.LEConv),
