@@ -1,14 +1,15 @@
 """Functionalization: a traced program without writes into tensors.
 
 ``run_decompositions`` removes writes by tracing the program twice more, which takes longer than the
-export did. Graph networks nearly always write into a tensor that they have just made and that nothing
-else reads, as in ``x.new_zeros(n).scatter_add_(...)``. Such a write becomes the op that
-returns its result, and every other call stays. A program with another write, or with a call that would
-mean something else below autograd, is traced again.
+export did. Graph networks nearly always write into a tensor that they have just made, or into a row or slice
+of one, as in ``x.new_zeros(n).scatter_add_(...)`` and ``out[t] = h``. Where no other view of the tensor is
+read afterwards, such a write becomes the op that returns its result, and every other call stays. A program
+with another write, or with a call that would mean something else below autograd, is traced again.
 """
 
 import operator
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 import torch
 from torch.export import ExportedProgram
@@ -21,6 +22,7 @@ from gnnc.capture.batch_norms import (
     return_buffers,
     statistics_of,
 )
+from gnnc.capture.view_writes import scattered, views_below
 from gnnc.ir.nodes import argument, first_operand, result_index, unpack
 from gnnc.torch_private import (
     DispatchKey,
@@ -63,7 +65,17 @@ _VIEWS = (
     aten.view.default,
 )
 """Views in which no element of the memory stands twice."""
-_Rewrite = tuple[OpOverload, torch.Tensor, Node]
+_FOR_EVER = 2**62
+"""Last use of memory that must not be written any more."""
+
+
+class _Rewrite(NamedTuple):
+    """Op that returns what a write leaves, its value, the maker of the memory, and the views between."""
+
+    op: OpOverload
+    value: torch.Tensor
+    maker: Node
+    views: list[Node]
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
@@ -184,48 +196,75 @@ def _replace_writes(graph: Graph, buffers: Set[Node]) -> dict[Node, Node] | None
     if rewrites is None:
         return None
     written: dict[Node, Node] = {}
-    for write, (op, value, maker) in rewrites.items():
-        call = _rewrite(write, op, value)
-        if maker in buffers:
-            written[maker] = call
+    for write, rewrite in rewrites.items():
+        whole = _rewrite(write, rewrite)
+        if rewrite.maker in buffers:
+            written[rewrite.maker] = whole
     return written
 
 
 def _rewrites(graph: Graph, buffers: Set[Node]) -> dict[Node, _Rewrite] | None:
-    """Return, for every write, the op without a write, its value, and what made the memory.
-
-    None where a write has no such op.
-    """
+    """Return how every write is replaced; None where a write has no op without one."""
     found: dict[Node, _Rewrite] = {}
+    uses = _LastUses(graph)
     # the call that made the memory of a tensor, or its buffer, for each tensor that is all of its memory
     makers: dict[Node, Node] = {buffer: buffer for buffer in buffers}
-    shared: set[Node] = set()  # calls whose memory is looked at through other tensors, too
+    looks: dict[Node, int] = {}  # where other tensors over the memory of a call are read for the last time
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.target is aten.detach_.default:
-            found[node] = aten.detach.default, node.meta["val"], node
+            found[node] = _Rewrite(aten.detach.default, node.meta["val"], node, [])
         if _is_write(node):
             rewrite = _without_write(node)
-            maker = None if rewrite is None else makers.get(_written_tensor(node))
-            if rewrite is None or maker is None or maker in shared:
+            views = [] if rewrite is None else views_below(_written_tensor(node), makers)
+            maker = None if rewrite is None else makers.get(_whole(node, views))
+            if rewrite is None or maker is None or looks.get(maker, -1) > uses.order[node]:
                 return None
-            found[node], makers[node] = (*rewrite, maker), maker
+            found[node] = _Rewrite(*rewrite, maker, views)
+            if views:
+                looks[maker] = max(looks[maker], uses.last(node))
+            else:
+                makers[node] = maker
         elif _is_own_part(node):
             makers[node] = node
         elif normalizes(node, buffers):
             statistics = statistics_of(node)
-            if not statistics.isdisjoint(maker for _, _, maker in found.values()):
+            if not statistics.isdisjoint(rewrite.maker for rewrite in found.values()):
                 return None
-            shared |= statistics
+            looks |= dict.fromkeys(statistics, _FOR_EVER)
             makers[node] = node
-        elif (source := _viewed_here_alone(node)) in makers and makers[source] not in shared | buffers:
+        elif (source := _viewed_here_alone(node)) in makers and makers[source] not in looks.keys() | buffers:
             makers[node] = makers[source]
         elif _may_alias(node):
-            shared.update(makers[argument] for argument in node.all_input_nodes if argument in makers)
+            for tensor in node.all_input_nodes:
+                if (maker := makers.get(tensor)) is not None:
+                    looks[maker] = max(looks.get(maker, -1), uses.last(node))
         else:
             makers[node] = node
     return found
+
+
+class _LastUses:
+    """Last use of each tensor of a graph, through its views, too; results of writes have uses of their own.
+
+    Attributes:
+        order: the place of each node.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.order = {node: place for place, node in enumerate(graph.nodes)}
+        self._last: dict[Node, int] = {}
+        for node in reversed(graph.nodes):
+            self._last[node] = max([self.order[node], *map(self._through, node.users)])
+
+    def last(self, node: Node) -> int:
+        """Return the place of the last node that reads the memory of ``node`` through it."""
+        return self._last[node]
+
+    def _through(self, user: Node) -> int:
+        is_alias = user.op != "output" and not _is_write(user) and _may_alias(user)
+        return self._last[user] if is_alias else self.order[user]
 
 
 def _stays(node: Node, buffers: Set[Node]) -> bool:
@@ -255,6 +294,11 @@ def _is_write(node: Node) -> bool:
 def _written_tensor(write: Node) -> Node:
     """Return the tensor that a write changes: every ATen op in place takes it first."""
     return first_operand(write)
+
+
+def _whole(write: Node, views: Sequence[Node]) -> Node:
+    """Return the tensor that a write changes through views, if any."""
+    return first_operand(views[-1]) if views else _written_tensor(write)
 
 
 def _says_alias(op: OpOverload) -> bool:
@@ -330,12 +374,14 @@ def _signature(op: OpOverload) -> list[tuple[str, str]]:
     return [(parameter.name, str(parameter.type)) for parameter in schema(op).arguments]
 
 
-def _rewrite(write: Node, op: OpOverload, value: torch.Tensor) -> Node:
-    """Replace the write by a call of ``op``, and return that; later readers read its result."""
+def _rewrite(write: Node, rewrite: _Rewrite) -> Node:
+    """Replace the write by calls without one; return the whole tensor, which later readers read."""
     with write.graph.inserting_before(write):
-        call = write.graph.call_function(op, write.args, write.kwargs)
-    call.meta = write.meta | {"val": value}
-    _written_tensor(write).replace_all_uses_with(call, delete_user_cb=lambda user: write < user)
+        call = write.graph.call_function(rewrite.op, write.args, write.kwargs)
+        call.meta = write.meta | {"val": rewrite.value}
+        whole = scattered(call, rewrite.views)
+    before = _whole(write, rewrite.views)
+    before.replace_all_uses_with(whole, delete_user_cb=lambda user: write < user)
     write.replace_all_uses_with(call)
     write.graph.erase_node(write)
-    return call
+    return whole

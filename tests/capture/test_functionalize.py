@@ -125,7 +125,76 @@ def into_the_only_reader(x: Tensor) -> object:
     return y, z
 
 
+def into_a_view(x: Tensor) -> object:
+    y = x + 1
+    y[0].mul_(2)
+    return y
+
+
+def into_a_slice(x: Tensor) -> object:
+    y = x + 1
+    y[:, 0] = 1.0
+    return y
+
+
+def into_rows_of_rows(x: Tensor) -> object:
+    out = torch.zeros(2, 3, x.shape[0])
+    for i in range(2):
+        for j in range(3):
+            out[i][j] = x[:, j] * (i + 1)
+    return out.relu(), out[1]
+
+
+def roll_out(x: Tensor) -> object:
+    out = x.new_zeros(4, *x.shape)
+    out[0] = x
+    for t in range(1, 4):
+        out[t] = out[t - 1] * 2 + out[0]
+    return out
+
+
+def into_slices(x: Tensor) -> object:
+    y = x + 1
+    y[1:, ::2] += 3
+    y[:, -1].mul_(y[:, 0])
+    y[-1, 1:2].fill_(7.0)
+    before = y.sum()
+    y[0, 0] = x.mean()
+    return y, before
+
+
+def into_a_row_of_the_only_view(x: Tensor) -> object:
+    column = (x + 1)[:, 0]
+    column[0].fill_(7.0)
+    whole = (x * 2).view(-1)
+    whole[1] = 5.0
+    return column, whole
+
+
+def whole_and_rows_in_turn(x: Tensor) -> object:
+    y = x + 1
+    y.mul_(2)
+    y[0] = 3.0
+    y.add_(y[0] * 2)
+    y[1].zero_()
+    return y.t(), y
+
+
+def into_rows_of_another_type(x: Tensor) -> object:
+    count = torch.zeros(3, x.shape[0], dtype=torch.int64)
+    count[1] = x[:, 0] * 3
+    return count
+
+
 PLAIN = [
+    into_a_view,
+    into_a_slice,
+    into_rows_of_rows,
+    roll_out,
+    into_slices,
+    into_a_row_of_the_only_view,
+    whole_and_rows_in_turn,
+    into_rows_of_another_type,
     into_the_only_reader,
     into_the_only_view,
     twice,
@@ -167,12 +236,6 @@ def test_a_graph_transformer_of_performers(precision: str) -> None:
             assert error < (1e-4 if precision == "fp32" else 0.05)
 
 
-def into_a_view(x: Tensor) -> object:
-    y = x + 1
-    y[0].mul_(2)
-    return y
-
-
 def into_a_dropout_that_is_off(x: Tensor) -> object:
     y = x + 1
     z = nn.functional.dropout(y, training=False)
@@ -205,12 +268,6 @@ def into_what_a_dropout_returned(x: Tensor) -> object:
     z = nn.functional.dropout(y, training=False)
     y.mul_(2)
     return z, y
-
-
-def into_a_slice(x: Tensor) -> object:
-    y = x + 1
-    y[:, 0] = 1.0
-    return y
 
 
 def viewed_before(x: Tensor) -> object:
@@ -285,17 +342,49 @@ def with_gradients(x: Tensor) -> object:
     return y.detach() + 1
 
 
+def row_that_is_read_afterwards(x: Tensor) -> object:
+    y = x + 1
+    row, column = y[0], y[:, 1]
+    y[0] = 5.0
+    column.mul_(2)
+    return row, y
+
+
+def row_that_was_taken_before(x: Tensor) -> object:
+    y = x + 1
+    row = y[0]
+    y.mul_(2)
+    row.add_(1)
+    return y
+
+
+def result_of_a_write_into_a_row(x: Tensor) -> object:
+    y = x + 1
+    row = y[0].mul_(2)
+    y.add_(1)
+    return row, y
+
+
+def row_of_the_only_view_read_afterwards(x: Tensor) -> object:
+    column = (x + 1)[:, 0]
+    first = column[:1]
+    column[0] = 4.0
+    return first, column
+
+
 OTHER = [
+    row_that_is_read_afterwards,
+    row_that_was_taken_before,
+    result_of_a_write_into_a_row,
+    row_of_the_only_view_read_afterwards,
     into_one_of_two_views,
     into_a_view_that_is_viewed,
     into_the_view_of_what_is_read,
-    into_a_view,
     into_a_dropout_that_is_off,
     into_a_dropout_of_no_rate,
     into_a_view_of_a_dropout,
     into_a_dropout_of_a_view,
     into_what_a_dropout_returned,
-    into_a_slice,
     viewed_before,
     view_of_a_view,
     one_of_several,
