@@ -61,6 +61,7 @@ _WAYS_AROUND = {
     "neighbours; use mean, max, sum, softmax, std or median, or compile the layers around it",
     "to_dense_batch": "give to_dense_batch its batch_size and max_num_nodes",
     "to_dense_adj": "give to_dense_adj its batch_size and max_num_nodes, or keep the graph sparse",
+    "negative_sampling": "sample negative edges before the model, and pass them as an argument",
     "coalesce": "coalesce the edges (to_undirected, coalesce, adjacency products) before the model",
 }
 _DEFAULT_WAY_OUT = (

@@ -1,6 +1,8 @@
 """Functions of PyG that a model calls in forward: edges merged and sorted, questions of equality."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -11,6 +13,7 @@ from compare import capture_count
 from torch import Tensor, nn
 from torch_geometric import utils
 from torch_geometric.nn.models.graph_mixer import LinkEncoder
+from torch_geometric.nn.to_hetero_module import ToHeteroMessagePassing
 
 import gnnc
 from gnnc.capture import pyg_functions
@@ -125,6 +128,50 @@ class EachElement(nn.Module):
 def test_values_that_leave_torch_are_refused_with_the_way_out(model: nn.Module, args: Any, words: str):
     with pytest.raises(CaptureError, match=rf"{words}.*Way out: (number|write)"):
         gnnc.compile(model.eval(), "fp32")(*args)
+
+
+NODES, EDGES_OF_TYPES = torch.randn(12, 8), torch.randint(6, (2, 40))
+TYPES, TYPED_EDGES = ["a", "b"], [("a", "to", "a"), ("b", "to", "b")]
+REFUSED: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
+    "EquilibriumAggregation": (
+        pyg.EquilibriumAggregation(8, 6, [10], 2).eval(),
+        (NODES, torch.arange(12) // 4),
+    ),
+    "WLConv": (pyg.WLConv().eval(), (torch.arange(12) % 4, EDGES_OF_TYPES)),
+    "SuperGATConv": (
+        pyg.SuperGATConv(8, 4, attention_type="MX", edge_sample_ratio=0.8).train(),
+        (NODES, EDGES_OF_TYPES),
+    ),
+    "ToHeteroMessagePassing": (
+        ToHeteroMessagePassing(pyg.SAGEConv(8, 4), TYPES, TYPED_EDGES).eval(),
+        (NODES, EDGES_OF_TYPES + torch.arange(40) // 20 * 6, torch.arange(12) // 6, torch.arange(40) // 20),
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_limits_names_are_refused_in_words_of_gnnc(name: str):
+    model, args = REFUSED[name]
+    model(*args)  # eager takes the call
+    with pytest.raises(CaptureError, match=rf"\[{name}\] .*Way out: (write|number|sample|compile)"):
+        gnnc.compile(model, "fp32")(*args)
+
+
+def test_limits_names_the_layers_that_are_refused():
+    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
+    line = page.partition("- Layers of PyG that are refused by name:")[2].partition("`tests/peers/pyg.py`")[0]
+    assert set(re.findall(r"`(\w+)`", line)) == REFUSED.keys()
+
+
+@torch.no_grad()
+def test_layers_for_each_type_take_dicts():
+    model = REFUSED["ToHeteroMessagePassing"][0]
+    compiled = gnnc.compile(model, "fp32")
+    for nodes in (6, 11):
+        x = {name: torch.randn(nodes + number, 8) for number, name in enumerate(TYPES)}
+        edges = {edge_type: torch.randint(6, (2, 30)) for edge_type in TYPED_EDGES}
+        torch.testing.assert_close(compiled(x, edges), model(x, edges))
 
 
 @torch.no_grad()

@@ -153,7 +153,7 @@ HEADS = (
     "t0 = aten.view.default(j0, [-1, 2, 3]); t1 = aten.view.default(c0, [1, 2, 3]); "
     "t2 = aten.mul.Tensor(t0, t1); t3 = aten.sum.dim_IntList(t2, [-1]); return t3"
 )
-TRANSPOSED_HEADS = (  # products of the heads of two rows, as attention over a few rows of each node makes them
+TRANSPOSED_HEADS = (  # products of heads, as attention over a few rows of each node makes them
     "t0 = aten.reshape.default(i0, [-1, 2, 2, 3]); t1 = aten.transpose.int(t0, 2, 1); "
     "t2 = aten.reshape.default(t1, [-1, 2, 3]); t3 = aten.reshape.default(j0, [-1, 2, 2, 3]); "
     "t4 = aten.transpose.int(t3, 2, 1); t5 = aten.reshape.default(t4, [-1, 2, 3]); "
