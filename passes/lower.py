@@ -84,7 +84,7 @@ def _moved_to(node: Node, other: Node, lowering: Lowering, ctx: Context) -> bool
     if later.kernel is None:
         return False
     _record(node, later, later.kernel, ctx)
-    reason = f"no such kernel takes {other.name}, and their values are compared bit by bit"
+    reason = f"no kernel takes {other.name} likewise, and their values are compared bit by bit"
     ctx.note(node, f"kernel {present.kernel.name} is not used: {reason}", "declined")
     return True
 
