@@ -170,7 +170,8 @@ class Program {
   void check(const BodyStep& in, const Tensors& consts) {
     switch (in.op) {
       case BodyOp::load: {
-        STD_TORCH_CHECK(in.a >= 0 && in.a <= 3, kOp, ": there is no group ", in.a);
+        STD_TORCH_CHECK(in.a >= 0 && in.a <= 4, kOp, ": there is no group ", in.a);
+        if (in.a == 4) return check_chosen(in, consts);
         const int64_t width =
             in.a == 3 ? at(consts, in.b, "const").numel() : at(args.operands[in.a], in.b, "operand").width;
         const Register& to = written(in, {in.a == 3});
@@ -248,6 +249,21 @@ class Program {
     STD_TORCH_CHECK(false, kOp, ": there is no step ", static_cast<int32_t>(in.op));
   }
 
+  // Checks the ids that choose rows of a constant.
+  void check_chosen(const BodyStep& in, const Tensors& consts) {
+    const sparse::Matrix m = sparse::matrix(at(consts, in.b, "const"), kOp, "a table");
+    STD_TORCH_CHECK(m.type == ScalarType::Float, kOp, ": a table must be float32");
+    args.tables.resize(consts.size());
+    args.tables[static_cast<size_t>(in.b)] = {static_cast<const float*>(m.data), m.stride, m.rows, m.width};
+    const int64_t* ids = at(args.ids, in.c, "list of ids");
+    for (int64_t e = 0; e < args.csr.num_edges; ++e) {
+      STD_TORCH_CHECK(ids[e] >= 0 && ids[e] < m.rows, "index ", ids[e], " is out of bounds for dimension 0 with size ",
+                      m.rows);
+    }
+    const Register& to = written(in, {false});
+    STD_TORCH_CHECK(to.width == m.width && !to.uniform, kOp, ": register ", in.to, " holds no such row");
+  }
+
   void check_runs(int32_t first, int32_t count, int64_t from, int64_t to) const {
     for (int32_t i = first; i < first + count; ++i) {
       const Run& run = args.runs[static_cast<size_t>(i)];
@@ -322,8 +338,9 @@ void write_totals(const EdgeBodyArgs& args, const Numbers& places, int64_t float
 }
 
 template <Ids ids>
-void edge_body(Tensor rowptr, Tensor col, Tensors dst, Tensors src, Tensors edge, Tensors consts, Numbers registers,
-               Numbers steps, Numbers runs, Numbers weights, std::vector<double> numbers, Numbers places, Tensor out) {
+void edge_body(Tensor rowptr, Tensor col, Tensors dst, Tensors src, Tensors edge, Tensors consts, Tensors chosen,
+               Numbers registers, Numbers steps, Numbers runs, Numbers weights, std::vector<double> numbers,
+               Numbers places, Tensor out) {
   int64_t num_src = std::numeric_limits<int32_t>::max();
   for (const Tensor& t : src) num_src = std::min(num_src, t.dim() == 2 ? t.size(0) : 0);
   const sparse::Structure<ids> structure(rowptr, col, num_src, kOp);
@@ -333,6 +350,9 @@ void edge_body(Tensor rowptr, Tensor col, Tensors dst, Tensors src, Tensors edge
   args.operands[0] = operands_of(dst, args.csr.num_dst, "dst");
   args.operands[1] = operands_of(src, -1, "src");
   args.operands[2] = operands_of(edge, args.csr.num_edges, "edge");
+  for (const Tensor& t : chosen) {
+    args.ids.push_back(sparse::flat<int64_t>(t, ScalarType::Long, args.csr.num_edges, kOp, "ids"));
+  }
   args.consts.assign(numbers.begin(), numbers.end());
   args.state_floats = 0;
   const sparse::Matrix to = sparse::matrix(out, kOp, "out");
@@ -365,6 +385,7 @@ void edge_body(Tensor rowptr, Tensor col, Tensors dst, Tensors src, Tensors edge
 }  // namespace
 }  // namespace gnnc
 
-GNNC_CSR_OP(edge_body,
-            "(Tensor rowptr, Tensor col, Tensor[] dst, Tensor[] src, Tensor[] edge, Tensor[] const, int[] registers, "
-            "int[] steps, int[] runs, int[] weights, float[] numbers, int[] places, Tensor(a!) out) -> ()")
+GNNC_CSR_OP(
+    edge_body,
+    "(Tensor rowptr, Tensor col, Tensor[] dst, Tensor[] src, Tensor[] edge, Tensor[] const, Tensor[] ids, "
+    "int[] registers, int[] steps, int[] runs, int[] weights, float[] numbers, int[] places, Tensor(a!) out) -> ()")

@@ -68,10 +68,11 @@ enum class Binary : int32_t {
 
 enum class Reduction : int32_t { sum, mean, max, min, softmax };
 
-// One instruction. What a to d mean: load: group, operand; move: register, first run, runs; fill: constant; unary:
-// register, kind, constant; binary: two registers, kind, constant; where: mask, two registers; fold: register, values
-// of a result, 0 for their sum and 1 for their maximum; product: register, weight, bias (a register or -1), rows an
-// edge; reduce: two registers, kind, first column of out; keep, total: register; outer: two registers, rows an edge.
+// One instruction. What a to d mean: load: group, operand; of group 4: table, ids that choose its rows; move: register,
+// first run, runs; fill: constant; unary: register, kind, constant; binary: two registers, kind, constant; where: mask,
+// two registers; fold: register, values of a result, 0 for their sum and 1 for their maximum; product: register,
+// weight, bias (a register or -1), rows an edge; reduce: two registers, kind, first column of out; keep, total:
+// register; outer: two registers, rows an edge.
 struct BodyStep {
   BodyOp op;
   int32_t to, a, b, c, d;
@@ -85,6 +86,12 @@ struct Run {
 struct BodyOperand {
   const float* data;
   int64_t stride, width;
+};
+
+// A matrix whose rows the ids of edges choose.
+struct BodyTable {
+  const float* data;
+  int64_t stride, rows, width;
 };
 
 struct Register {
@@ -102,6 +109,8 @@ struct BodyWeight {
 struct EdgeBodyArgs {
   Csr csr;
   std::vector<BodyOperand> operands[3];  // of destinations, sources and edges
+  std::vector<BodyTable> tables;         // of the constants, in their order; those that are no matrix have no rows
+  std::vector<const int64_t*> ids;       // [num_edges]
   std::vector<Register> registers;
   std::vector<BodyStep> steps;
   std::vector<Run> runs;

@@ -68,6 +68,20 @@ void load_rows(const Tile& t, const BodyStep& in) {
   }
 }
 
+// Loads rows of a table. The ids were checked, but may be written meanwhile: those out of range read the first row.
+void load_chosen(const Tile& t, const BodyStep& in) {
+  const BodyTable& table = t.args.tables[static_cast<size_t>(in.b)];
+  const int64_t* ids = t.args.ids[static_cast<size_t>(in.c)] + t.first_edge;
+  const View to = t.view(in.to);
+  for (int64_t e = 0; e < t.edges; ++e) {
+    const auto id = static_cast<uint64_t>(ids[e]);
+    const float* from =
+        table.data + static_cast<int64_t>(id < static_cast<uint64_t>(table.rows) ? id : 0) * table.stride;
+    float* row = to.row(e);
+    for_columns(table.width, [&](int64_t c, auto n) { store(row + c, load(from + c, n)); });
+  }
+}
+
 void move(const Tile& t, const BodyStep& in, int64_t edges) {
   const View to = t.view(in.to), from = t.view(in.a);
   const Run* runs = t.args.runs.data() + in.b;
@@ -315,7 +329,7 @@ void add_outer(const Tile& t, const BodyStep& in) {
 void run_step(const Tile& t, const BodyStep& in, int64_t edges) {
   switch (in.op) {
     case BodyOp::load:
-      return load_rows(t, in);
+      return in.a == 4 ? load_chosen(t, in) : load_rows(t, in);
     case BodyOp::move:
       return move(t, in, edges);
     case BodyOp::fill:

@@ -47,9 +47,15 @@ class EdgeBody:
         """Write the call."""
         rowptr, col = (emitter.vector(operand(node, name)) for name in ("rowptr", "col"))
         given = body_operands(node)
-        *rows, consts = plan.operands
+        *rows, consts, ids = plan.operands
         groups: list[Expr] = [tuple_of(emitter.matrix(given[name]) for name in group) for group in rows]
-        groups.append(tuple_of(emitter.exact(given[name]) for name in consts))
+        groups.append(
+            tuple_of(
+                emitter.matrix(given[name]) if number in plan.tables else emitter.exact(given[name])
+                for number, name in enumerate(consts)
+            )
+        )
+        groups.append(tuple_of(emitter.vector(given[name]) for name in ids))
         out = emitter.allocate(node, dense=_reductions(node) is None)
         run = emitter.bind(torch.ops.gnnc_cpu_valid.edge_body.default, "edge_body")
         tables = [emitter.bind(table, name) for name, table in plan.flat().items()]

@@ -90,18 +90,23 @@ class Steps:
     """Steps of a body, and what their numbers refer to; see `csrc/cpu/edge_body.h`.
 
     Attributes:
-        operands: names of the body's inputs by group (destination, source, edge, constant), in order.
+        operands: names of the body's inputs by group (destination, source, edge, constant, ids), in order.
         registers: width, and 1 if it is uniform, of each.
         places: the total of each element of a sum over all edges.
     """
 
-    operands: tuple[list[str], ...] = field(default_factory=lambda: ([], [], [], []))
+    operands: tuple[list[str], ...] = field(default_factory=lambda: ([], [], [], [], []))
     registers: list[tuple[int, int]] = field(default_factory=list)
     steps: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
     runs: list[tuple[int, int, int, int]] = field(default_factory=list)
     weights: list[tuple[int, int]] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
+
+    @property
+    def tables(self) -> set[int]:
+        """Return the numbers of the constants whose rows are chosen by ids."""
+        return {step[3] for step in self.steps if step[0] == BodyOp.LOAD and step[2] == 4}
 
     def flat(self) -> dict[str, tuple[int | float, ...]]:
         """Return the arguments of the op behind the operands, by name, in order."""

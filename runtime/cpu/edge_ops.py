@@ -181,6 +181,18 @@ def _addmm(translator: Translator, node: Node) -> Any:
     return translator.product(node, x, weight, bias, True)
 
 
+def _index_select(translator: Translator, node: Node) -> Value:
+    table, dim, ids = unpack(node, "self", "dim", "index")
+    if dim != 0:
+        raise Refusal(f"{aten_name(node)} selects columns")
+    return translator.chosen(of_edges(translator.value_of(table)), translator.value_of(ids))
+
+
+def _embedding(translator: Translator, node: Node) -> Value:
+    table, ids = unpack(node, "weight", "indices")
+    return translator.chosen(of_edges(translator.value_of(table)), translator.value_of(ids))
+
+
 def _joined(translator: Translator, node: Node) -> Value:
     """Move the parts of a ``cat`` or a ``stack`` side by side."""
     if argument(node, "dim") % len(translator.shapes[node].shape) == 0:
@@ -229,6 +241,8 @@ _SPECIAL: dict[str, Callable[[Translator, Node], Any]] = {
     "linear": _linear,
     "mm": _mm,
     "addmm": _addmm,
+    "index_select": _index_select,
+    "embedding": _embedding,
     "cat": _joined,
     "stack": _joined,
 }

@@ -89,6 +89,13 @@ class Total:
 
 
 @dataclass(frozen=True, slots=True)
+class Ids:
+    """An integer of each edge that chooses a row of a table; ``number`` is its place among such operands."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Transposed:
     """The transpose of a matrix with one row, or a few rows, an edge."""
 
@@ -165,9 +172,12 @@ class Translator:
                 self.add(BodyOp.REDUCE, 0, value, -1, Reduction[name.upper()], column)
             column += width
 
-    def _operand(self, node: Node) -> Value:
+    def _operand(self, node: Node) -> Value | Ids:
         name, shape = str(node.target), self.shapes[node]
         kind = list(GROUPS).index(name[0])
+        if name[0] == "e" and shape.dtype == torch.int64 and shape.dim() == 1:
+            self._steps.operands[4].append(name)
+            return Ids(len(self._steps.operands[4]) - 1)
         if shape.dtype != torch.float32:
             raise Refusal(f"{name} is {shape.dtype}")
         listed = self._steps.operands[kind]
@@ -241,6 +251,28 @@ class Translator:
         self._steps.runs += runs_of(places, sources)
         self.add(BodyOp.MOVE, to, register, first, len(self._steps.runs) - first)
 
+    def chosen(self, table: Value, ids: Any) -> Value:
+        """Add the step that loads the rows of a table, a whole constant, that the ids of edges choose."""
+        if (
+            not isinstance(ids, Ids)
+            or table.const is None
+            or table.table.dim() != 2
+            or not self.is_whole(table)
+        ):
+            raise Refusal("rows are chosen of no matrix among the constants, or not by integers of the edges")
+        value = self.new((1, table.table.shape[1]), False)
+        self.add(BodyOp.LOAD, register_of(value), 4, table.const, ids.number)
+        return value
+
+    def is_whole(self, value: Value) -> bool:
+        """Return whether a view of a constant is the constant as it is."""
+        return torch.equal(value.table, self._whole(value))
+
+    def _whole(self, value: Value) -> Tensor:
+        assert value.const is not None
+        name = self._steps.operands[3][value.const]
+        return table_of(next(t.shape for n, t in self.shapes.items() if n.target == name))
+
     def constant(self, value: float, shape: Sequence[int]) -> Value:
         """Return a value of one number."""
         filled = self.new(shape, True)
@@ -311,8 +343,7 @@ class Translator:
         const = value.const
         if const is None or value.table.dim() != 2:
             raise Refusal("a product's weight is no matrix among the constants")
-        name = self._steps.operands[3][const]
-        whole = table_of(next(t.shape for n, t in self.shapes.items() if n.target == name))
+        whole = self._whole(value)
         if whole.dim() != 2 or not (torch.equal(whole, value.table) or torch.equal(whole.t(), value.table)):
             raise Refusal("a product's weight is part of a constant")
         if not torch.equal(whole, value.table):
@@ -390,8 +421,8 @@ class Translator:
     def _layout(self, node: Node) -> Any:
         operand = node.all_input_nodes[0]
         value = self._values[operand]
-        if isinstance(value, Transposed):
-            raise Refusal(f"{aten_name(node)} moves the dimension of edges")
+        if isinstance(value, Transposed | Ids):
+            raise Refusal(f"{aten_name(node)} moves the dimension of edges, or integers")
         is_matrix = value.table.dim() == 2
         if op_name(node) in ("t", "transpose") and is_matrix and isinstance(value, Value):
             if not value.uniform and self.shapes[node].shape[1] % _EDGES == 0:
@@ -403,7 +434,9 @@ class Translator:
 
 
 def of_edges(value: Any) -> Value:
-    """Return a value; raise Refusal where it is a sum over all edges."""
+    """Return a value; raise Refusal where it is a sum over all edges, or an integer."""
+    if isinstance(value, Ids):
+        raise Refusal("it computes with integers of the edges")
     if not isinstance(value, Value):
         raise Refusal("what is summed over all edges is used at each of them")
     return value

@@ -52,7 +52,19 @@ BACKWARD = (
     "t5 = aten.leaky_relu_backward.default(t4, j0, 0.2, False); t6 = aten.tanh_backward.default(t5, j0); "
     "t7 = aten.softplus_backward.default(t6, i0, 1, 20); t8 = aten.addmm.default(c2, t7, t0); return t8"
 )
-BODIES = {"mlp": MLP, "heads": HEADS, "norm": NORM, "masks": MASKS, "steps": STEPS, "backward": BACKWARD}
+CHOSEN = (
+    "t0 = aten.index_select.default(c1, 0, e1); t1 = aten.mul.Tensor(t0, j0); "
+    "t2 = aten.embedding.default(c1, e1); t3 = aten.add.Tensor(t1, t2); return t3"
+)
+BODIES = {
+    "chosen": CHOSEN,
+    "mlp": MLP,
+    "heads": HEADS,
+    "norm": NORM,
+    "masks": MASKS,
+    "steps": STEPS,
+    "backward": BACKWARD,
+}
 SUMS = {
     "columns": "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [0], True); return t1",
     "heads": "t0 = aten.view.default(j0, [-1, 2, 8]); t1 = aten.sum.dim_IntList(t0, [0, 2]); return t1",
@@ -72,11 +84,12 @@ def operands(g: Graph) -> Groups:
         return torch.randn(*shape, generator=generator)
 
     consts = [rand(16, 5), rand(16, 16), rand(16), rand(1, 2, 8), rand(17, 8), rand(21), rand(21)]
-    return [rand(g.num_dst, 16)], [rand(g.num_src, 16)], [rand(g.num_edges, 5)], consts
+    kinds = torch.arange(g.num_edges) * 7 % 16
+    return [rand(g.num_dst, 16)], [rand(g.num_src, 16)], [rand(g.num_edges, 5), kinds], consts
 
 
 def exact(groups: Groups) -> Groups:
-    i, j, e, c = ([t.double() for t in group] for group in groups)
+    i, j, e, c = ([t.double() if t.is_floating_point() else t for t in part] for part in groups)
     return i, j, e, c
 
 
@@ -166,6 +179,15 @@ def test_refuses(body: str, reason: str) -> None:
     given = {"j0": torch.randn(5, 16), "j1": torch.arange(5), "c0": torch.randn(16, 16)}
     with pytest.raises(Refusal, match=reason):
         translate(body, given | {"c1": torch.randn(16, 16)}, ())
+
+
+@pytest.mark.parametrize("bad", [-1, 16, 2**40])
+def test_ids_out_of_range_are_refused(bad: int) -> None:
+    g = random_graph(40, 30, 99)
+    i, j, e, c = operands(g)
+    e[1][50] = bad
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        edge_body(g, CHOSEN, "", (i, j, e, c), (99, 16))
 
 
 def test_runs_put_elements_in_order() -> None:

@@ -23,9 +23,15 @@ def arguments(g: Graph, body: str, reduce: str | None, groups: Groups) -> tuple[
     """Return the arguments of the op but for the last, in which it writes."""
     named = {f"{kind}{n}": t for kind, group in zip("ijec", groups, strict=True) for n, t in enumerate(group)}
     steps = translate(body, named, None if reduce is None else tuple(filter(None, reduce.split(","))))
-    *rows, consts = steps.operands
+    *rows, consts, ids = steps.operands
     given = [[_rows(named[name]) for name in part] for part in rows]
-    return g.rowptr, g.col, *given, [named[name] for name in consts], *steps.flat().values()
+    return (
+        g.rowptr,
+        g.col,
+        *given,
+        *([named[name] for name in part] for part in (consts, ids)),
+        *steps.flat().values(),
+    )
 
 
 def _rows(t: Tensor) -> Tensor:

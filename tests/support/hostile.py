@@ -130,6 +130,7 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
         ],
         "edge_body": [
             (*_edge_body(g, _EDGE_MLP, "sum,softmax", x), torch.zeros(ROWS, 8)),
+            (*_edge_body(g, _EDGE_CHOSEN, "mean", x), torch.zeros(ROWS, width)),
             (*_edge_body(g, _EDGE_OUTER, None, x), torch.zeros(4, width)),
         ],
         "attention": [
@@ -144,11 +145,13 @@ _EDGE_MLP = (
     "t3 = aten.cat.default([t2, e0], 1); t4 = aten.slice.Tensor(t3, 1, 1, 5); "
     "t5 = aten.sum.dim_IntList(t4, [1], True); t6 = aten.mul.Tensor(t4, t5); return [t6, t4, t6]"
 )
+_EDGE_CHOSEN = "t0 = aten.index_select.default(c0, 0, e1); t1 = aten.add.Tensor(t0, j0); return t1"
 _EDGE_OUTER = "t0 = aten.t.default(e0); t1 = aten.mm.default(t0, j0); return t1"
 
 
 def _edge_body(g: Graph, body: str, reduce: str | None, x: Tensor) -> tuple[Any, ...]:
-    groups = [x], [x.clone()], [torch.randn(EDGES, 4)], [torch.randn(4, x.shape[1]), torch.randn(4)]
+    edge = [torch.randn(EDGES, 4), torch.arange(EDGES) % 4]
+    groups = [x], [x.clone()], edge, [torch.randn(4, x.shape[1]), torch.randn(4)]
     return arguments(g, body, reduce, groups)
 
 
