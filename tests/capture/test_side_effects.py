@@ -1,6 +1,7 @@
 """What forward does besides returning a result: it works, or is refused by name and leaves nothing behind."""
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -366,3 +367,29 @@ def test_vmap_works() -> None:
 def test_vmap_that_cannot_be_traced_is_refused(transform: Callable[..., Any]) -> None:
     with pytest.raises(gnnc.CaptureError, match=r"\[Returns\].*vmap.*without torch\.vmap"):
         capture(Returns(transform), (X, EDGES))
+
+
+class CountsInAView(nn.Module):
+    """A count of calls that is written through a view of another shape, and read by nothing else."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+        self.register_buffer("counts", torch.zeros(2, 3))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.view(self.counts).add_(1.0)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda t: t.view(-1), lambda t: t.view(3, 2), lambda t: t.unsqueeze(0), lambda t: t.detach()]
+)
+def test_buffers_that_are_written_through_a_view(view: Callable[[Tensor], Tensor]) -> None:
+    model = CountsInAView(view).train()
+    expected, compiled = copy.deepcopy(model), gnnc.compile(model, "fp32")
+    for rows in (5, 9):
+        x = torch.randn(rows, 3)
+        torch.testing.assert_close(compiled(x), expected(x))
+        torch.testing.assert_close(model.state_dict(), expected.state_dict())

@@ -234,9 +234,10 @@ def test_l2_normalize(width: int) -> None:
     assert error(got, F.normalize(x.double(), dim=1)) < FLOAT_ERROR
 
 
+@pytest.mark.parametrize("center", [-50, 0, 50])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_softmax(width: int) -> None:
-    x = torch.randn(100, width) * 5 + 50
+def test_softmax(width: int, center: int) -> None:
+    x = torch.randn(100, width) * 5 + center
     assert error(apply(x, Op.SOFTMAX, 0, 0, Program()), x.double().softmax(1)) < FLOAT_ERROR
     assert error(apply(x, Op.LOG_SOFTMAX, 0, 0, Program()), x.double().log_softmax(1)) < FLOAT_ERROR
 
