@@ -235,6 +235,14 @@ def test_edges_that_several_sorts_share(weights: bool) -> None:
     taken_as(structure, *[tensors[each.name] for each in structure.graph.find_nodes(op="placeholder")])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.int8])
+def test_ids_of_few_bits_that_the_loops_widen(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x, edge_index = GCNConv(4, 3).eval(), torch.randn(5, 4), torch.randint(5, (2, 12)).to(dtype)
+    torch.testing.assert_close(gnnc.compile(model, "fp32")(x, edge_index), model(x, edge_index))
+
+
 @pytest.mark.parametrize("bad", [-1, -(2**40), 5, 2**40])
 def test_ids_out_of_range_do_no_harm_to_values_of_loops(bad: int) -> None:
     edge_index = torch.tensor([[0, bad, bad, 3], [1, 2, bad, 3]])
