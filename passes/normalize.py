@@ -1,11 +1,11 @@
 """Normalize: give every computation one spelling, so that ``raise`` finds the regions.
 
-The pass removes asserts, copies, no-op views, permutations and casts, expansions that broadcasting does
-anyway, and dropout in eval mode. Every constant fill becomes ``aten.full``, every view a ``reshape``.
-Dimensions become non-negative.
-Equal computations become one node, and each symbolic size has one node. If two equal masks merge, the
-sizes of their selections (``u0``, ``u1``) merge too: later shapes are inferred again, or layer 2 would
-get another graph than layer 1.
+The pass removes asserts, copies (but of outputs that they make contiguous), no-op views, permutations
+and casts, expansions that broadcasting does anyway, and dropout in eval mode. Every constant fill
+becomes ``aten.full``, every view a ``reshape``. Dimensions become non-negative. Equal computations
+become one node, and each symbolic size has one node. If two equal masks merge, the sizes of their
+selections (``u0``, ``u1``) merge too: later shapes are inferred again, or layer 2 would get another
+graph than layer 1.
 """
 
 import operator
@@ -34,6 +34,7 @@ from gnnc.ir.nodes import (
 from gnnc.ir.source import wants_gradient
 from gnnc.passes.base import Context, Property
 from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes, call_key
+from gnnc.passes.rewrite.output_layout import contiguous_outputs, restore_contiguous_outputs
 from gnnc.torch_private import OpOverload, schema
 
 aten = torch.ops.aten
@@ -114,7 +115,9 @@ class Normalize:
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` normalized."""
+        contiguous = contiguous_outputs(gm)
         simplify(gm, keep_detached=any(map(wants_gradient, placeholders(gm))))
+        restore_contiguous_outputs(gm, contiguous)
         return gm
 
 
@@ -138,6 +141,7 @@ class _Normalizer:
         self.sizes = Sizes(self.builder)
         self.first_of_key: dict[Any, Node] = {}
         self.merged_symbols: set[Any] = set()
+        self.restrided: set[Node] = set()
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -156,6 +160,8 @@ class _Normalizer:
         replacement = self._replacement(node)
         if replacement is node:
             return
+        if holds_tensor(node) and _strides(replacement) != _strides(node):
+            self.restrided.add(replacement)
         node.replace_all_uses_with(replacement)
         self.graph.erase_node(node)
 
@@ -178,9 +184,14 @@ class _Normalizer:
         return first
 
     def _refresh(self, node: Node) -> None:
-        """Infer the value again if its shape has a symbol that merged into another."""
+        """Infer the value again if a symbol of its shape merged, or an operand has other strides."""
         if self.merged_symbols and not self.merged_symbols.isdisjoint(_unbacked(node)):
             node.meta["val"] = self.builder.infer(node)
+        elif not self.restrided.isdisjoint(node.all_input_nodes):
+            before = _strides(node)
+            node.meta["val"] = self.builder.infer(node)
+            if _strides(node) != before:
+                self.restrided.add(node)
 
     def _filled(self, node: Node) -> Node | None:
         """Return a constant fill as ``aten.full(sizes, value)``, or None for another node."""
@@ -345,6 +356,12 @@ def _broadcast_instead_of_expand(node: Node) -> None:
         for arg in expanded:
             if shape_of(first_operand(arg)):  # a scalar would take part in type promotion differently
                 node.replace_input_with(arg, first_operand(arg))
+
+
+def _strides(node: Node) -> Any:
+    """Return the strides of a tensor node as text, since equality of symbolic ones would be guarded."""
+    value = node.meta.get("val")
+    return str(value.stride()) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 
 
 def _unbacked(node: Node) -> set[Any]:

@@ -5,9 +5,11 @@ import operator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch_geometric.nn import GATConv, GCNConv
 from traced import eager, relative_error, run, targets
 
+import gnnc
 from gnnc.capture.export import capture
 from gnnc.passes.base import run_pass
 from gnnc.passes.normalize import Normalize
@@ -209,3 +211,26 @@ def test_rows_of_a_weight_stay_a_split():
 
     graph = normalized(Rows(), torch.randn(5, 3)).graph
     assert any("split" in str(node.target) for node in graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.t().contiguous(),
+        lambda x: x.t().contiguous().relu(),
+        lambda x: x.t().clone(memory_format=torch.contiguous_format).view(2, -1),
+        lambda x: (x.t(), x.t().contiguous()),
+        lambda x: x.t(),
+        lambda x: x.contiguous(),
+    ],
+)
+def test_outputs_are_contiguous_where_those_of_eager_are(function) -> None:
+    model, x = formula(function), torch.randn(4, 6)
+    found, expected = gnnc.compile(model, "fp32")(x), model(x)
+    for ours, theirs in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.is_contiguous() == theirs.is_contiguous()
+
+
+def test_a_copy_of_contiguous_rows_goes_before_an_output() -> None:
+    assert targets(normalized(formula(lambda x: (x + 1).clone()), torch.randn(4, 6))) == ["add"]
