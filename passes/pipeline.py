@@ -9,6 +9,7 @@ from gnnc.passes.hoist import Hoist
 from gnnc.passes.int32_columns import Int32Columns
 from gnnc.passes.joint import Joint
 from gnnc.passes.lower import Lower
+from gnnc.passes.nodes_first import NodesFirst
 from gnnc.passes.normalize import Normalize
 from gnnc.passes.partition import Partition
 from gnnc.passes.quantize import Quantize
@@ -20,6 +21,7 @@ from gnnc.passes.static_features import StaticFeatures
 
 PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # one spelling for each computation, so that raise finds the regions
+    NodesFirst(),  # where nodes are another dimension than the first, they become the first
     Raise(),  # gathers, scatters and softmaxes become primitives over a CSR
     Hoist(),  # computations on the graph alone leave: they run once a graph
     Reorder(),  # linear before or after aggregation; separable weights leave the sparse kernel

@@ -73,7 +73,7 @@ class Raise:
         gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         join_messages(gm, regions.builder, ctx)
         _note_leftovers(gm, regions, ctx)
-        gm.meta["index_bounds"] = index_bounds(gm, uses)
+        gm.meta["index_bounds"] = [*gm.meta.get("index_bounds", ()), *index_bounds(gm, uses)]
         return gm
 
 
