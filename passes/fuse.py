@@ -53,6 +53,7 @@ _SCALE = "gnnc.scale.default"
 _CAST = "aten._to_copy.default"
 _ATTENTION_BACKWARD = "gnnc.attention_backward.default"
 _DEQUANTIZE = "gnnc.dequantize.default"
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ENDS = ("a_dst", "a_src", "x", "grad")
 """Operands of the gradient of attention that its kernel converts to FP32 as it loads them."""
 
@@ -77,7 +78,7 @@ class Fuse:
             _copy_shared_features(gm.graph)
         _copy_scaled_rows(gm.graph)
         if ctx.target.widens_operands:
-            _copy_shared_ends(gm.graph)
+            _copy_shared_ends(gm.graph, ctx.target)
         partition = Partition()
         for node in gm.graph.nodes:
             if attention := match_attention(node):  # a product of edge features may compute its logits
@@ -188,7 +189,7 @@ def _grow_attention_backward(partition: Partition, anchor: Node, target: Target)
     group = partition.start("attention_backward", anchor)
     partition.add(group, (anchor, *anchor.users))
     for end in unpack(anchor, *_ENDS) if target.widens_operands else ():
-        chain = _widening_chain(end)
+        chain = _widening_chain(end, target)
         if all(set(node.users) <= group.nodes.keys() | set(chain) for node in chain):
             partition.add(group, chain)
     for result in anchor.users:
@@ -246,7 +247,7 @@ def _admission(
         reads_group = any(operand in group.nodes for operand in op.operands)
         if reads_group:
             return False
-        casts = _own_casts(op) if target.widens_operands else ()
+        casts = _own_casts(op, target) if target.widens_operands else ()
         return partition.add(group, (*casts, *op.covers)) or (bool(casts) and partition.add(group, op.covers))
 
     return admit
@@ -262,14 +263,16 @@ def _sums_rows(group: Group) -> bool:
     return is_map and not sums
 
 
-def _own_casts(op: RowOp) -> tuple[Node, ...]:
+def _own_casts(op: RowOp, target: Target) -> tuple[Node, ...]:
     """Return the conversions to FP32 of matrices in fewer bits that nothing but an op reads."""
     return tuple(
-        operand for operand in op.operands if set(operand.users) == {op.root} and _is_widening(operand)
+        operand
+        for operand in op.operands
+        if set(operand.users) == {op.root} and _is_widening(operand, target)
     )
 
 
-def _is_widening(node: Node) -> bool:
+def _is_widening(node: Node, target: Target) -> bool:
     """Return whether a node converts a matrix of 16 bits, or quantized values with a scale a row, to FP32."""
     if str(node.target) == _DEQUANTIZE:
         values, granularity, exponent = unpack(node, "q", "granularity", "exponent")
@@ -278,7 +281,8 @@ def _is_widening(node: Node) -> bool:
     if str(node.target) != _CAST or not is_float(node):
         return False
     value = first_operand(node)
-    return is_float(value, torch.float16, torch.bfloat16) and _has_rows(value)
+    halves = [dtype for name, dtype in _HALVES.items() if name not in target.rounded]
+    return is_float(value, *halves) and _has_rows(value)
 
 
 def _finds_scale(group: Group, target: Target, is_gemm: bool) -> bool:
@@ -374,12 +378,12 @@ def _copy_shared_features(graph: fx.Graph) -> None:
                 set_argument(product, "b", graph.node_copy(value))
 
 
-def _copy_shared_ends(graph: fx.Graph) -> None:
+def _copy_shared_ends(graph: fx.Graph, target: Target) -> None:
     """Copy the conversions of an operand of attention's gradient that other ops read, too."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.gnnc.attention_backward.default):
         for name in _ENDS:
             end = argument(node, name)
-            chain = _widening_chain(end)
+            chain = _widening_chain(end, target)
             if all(set(each.users) <= {node, *chain} for each in chain):
                 continue
             copies: dict[Any, Node] = {}
@@ -389,12 +393,12 @@ def _copy_shared_ends(graph: fx.Graph) -> None:
             set_argument(node, name, copies[end])
 
 
-def _widening_chain(end: Node) -> tuple[Node, ...]:
+def _widening_chain(end: Node, target: Target) -> tuple[Node, ...]:
     """Return the conversion of rows to FP32 and the views between it and an operand; none: they are FP32."""
     chain = [end]
     while aten_name(chain[0]) in ROW_VIEWS:
         chain.insert(0, first_operand(chain[0]))
-    if not _is_widening(chain[0]):
+    if not _is_widening(chain[0], target):
         return ()
     before, after = (shape_or_none(node) for node in (first_operand(chain[0]), end))
     keeps_rows = before and after and statically_known_true(before[0] == after[0])

@@ -2,6 +2,7 @@
 
 #include "attention_backward.h"
 
+#include <cstring>
 #include <memory>
 #include <new>
 
@@ -16,12 +17,44 @@ using sparse::MaybeTensor;
 using sparse::ScalarType;
 using sparse::Tensor;
 
-// Returns the checked arguments of both passes. By rows, `own` is the gradient, of the rows of the CSR, and `other` is
-// x; by columns the reverse. a_src has a row for each row of x.
+// The values of half of the logits as floats; of bf16 values a copy.
+class Halves {
+ public:
+  Halves(const Tensor& t, int64_t numel, const char* op, const char* name) {
+    if (t.scalar_type() != ScalarType::BFloat16) {
+      data_ = sparse::flat<float>(t, ScalarType::Float, numel, op, name);
+      return;
+    }
+    const auto* narrow = sparse::flat<uint16_t>(t, ScalarType::BFloat16, numel, op, name);
+    copy_.reset(new float[static_cast<size_t>(numel)]);
+    torch::stable::parallel_for(0, numel, kSerialCopy, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const uint32_t bits = static_cast<uint32_t>(narrow[i]) << 16;
+        std::memcpy(&copy_[static_cast<size_t>(i)], &bits, sizeof bits);
+      }
+    });
+    data_ = copy_.get();
+  }
+  const float* data() const { return data_; }
+
+ private:
+  static constexpr int64_t kSerialCopy = 65536;
+  std::unique_ptr<float[]> copy_;
+  const float* data_;
+};
+
+// Returns the rows at one end of the edges, whose scales belong to int8 rows.
+EndRows end_of(const char* op, const sparse::Matrix& rows, const MaybeTensor& scale, const char* name) {
+  STD_TORCH_CHECK((rows.type == ScalarType::Char) == scale.has_value(), op, ": give scales of the rows of ", name,
+                  " if they are int8, and else none");
+  return {rows.data, rows.stride, sparse::element(rows.type),
+          sparse::flat<float>(scale, ScalarType::Float, rows.rows, op, "a scale")};
+}
+
+// Returns the checked sizes of both passes. By rows, `own` is the gradient, of the rows of the CSR, and `other` is x;
+// by columns the reverse. a_src has a row for each row of x.
 AttentionEnds ends_of(const char* op, const Csr& csr, const sparse::Matrix& own, const sparse::Matrix& other,
                       int64_t heads, double slope) {
-  STD_TORCH_CHECK(own.type == other.type && own.type != ScalarType::Char, op,
-                  ": x and grad must both be float32, or both bfloat16");
   STD_TORCH_CHECK(own.width == other.width, op, ": x and grad have rows of ", own.width, " and ", other.width,
                   " elements");
   STD_TORCH_CHECK(heads >= 1 && own.width % heads == 0, op, ": ", heads, " heads do not divide a width of ", own.width);
@@ -31,26 +64,25 @@ AttentionEnds ends_of(const char* op, const Csr& csr, const sparse::Matrix& own,
   n.csr = csr;
   n.width = own.width;
   n.heads = heads;
-  n.element = sparse::element(own.type);
   n.slope = static_cast<float>(slope);
   return n;
 }
 
 template <Ids ids>
-void attention_backward_rows(Tensor rowptr, Tensor col, Tensor a_dst, Tensor a_src, Tensor x, Tensor grad, double slope,
-                             double eps, int64_t heads, Tensor da_dst, Tensor statistics) {
+void attention_backward_rows(Tensor rowptr, Tensor col, Tensor a_dst, Tensor a_src, Tensor x, Tensor grad,
+                             MaybeTensor x_scale, MaybeTensor grad_scale, double slope, double eps, int64_t heads,
+                             Tensor da_dst, Tensor statistics) {
   const char* op = "attention_backward_rows";
   const sparse::Matrix sent = sparse::matrix(x, op, "x"), received = sparse::matrix(grad, op, "grad");
   const sparse::Structure<ids> structure(rowptr, col, sent.rows, op);
   AttentionRowsArgs a{};
   a.ends = ends_of(op, structure.csr_of(), received, sent, heads, slope);
-  a.ends.x = sent.data;
-  a.ends.x_stride = sent.stride;
-  a.ends.grad = received.data;
-  a.ends.grad_stride = received.stride;
+  a.ends.x = end_of(op, sent, x_scale, "x");
+  a.ends.grad = end_of(op, received, grad_scale, "grad");
   const int64_t values = product(received.rows, heads, op);
-  a.ends.a_src = sparse::flat<float>(a_src, ScalarType::Float, product(sent.rows, heads, op), op, "a_src");
-  a.a_dst = sparse::flat<float>(a_dst, ScalarType::Float, values, op, "a_dst");
+  const Halves source(a_src, product(sent.rows, heads, op), op, "a_src"), destination(a_dst, values, op, "a_dst");
+  a.ends.a_src = source.data();
+  a.a_dst = destination.data();
   a.eps = static_cast<float>(eps);
   a.da_dst = sparse::flat<float>(da_dst, ScalarType::Float, values, op, "da_dst");
   a.statistics = sparse::flat<float>(statistics, ScalarType::Float, product(4, values, op), op, "statistics");
@@ -73,22 +105,21 @@ void add_up(const AttentionColumnsArgs& a, int64_t side, float* out) {
 
 template <Ids ids>
 void attention_backward_columns(Tensor rowptr, Tensor col, Tensor a_src, Tensor statistics, Tensor x, Tensor grad,
-                                MaybeTensor att_dst, MaybeTensor att_src, MaybeTensor da_dst, double slope,
-                                int64_t heads, Tensor da_src, MaybeTensor datt_dst, MaybeTensor datt_src,
-                                std::vector<int64_t> program, std::vector<Tensor> operands, std::vector<double> consts,
-                                std::vector<Tensor> outs) {
+                                MaybeTensor x_scale, MaybeTensor grad_scale, MaybeTensor att_dst, MaybeTensor att_src,
+                                MaybeTensor da_dst, double slope, int64_t heads, Tensor da_src, MaybeTensor datt_dst,
+                                MaybeTensor datt_src, std::vector<int64_t> program, std::vector<Tensor> operands,
+                                std::vector<double> consts, std::vector<Tensor> outs) {
   const char* op = "attention_backward_columns";
   const sparse::Matrix sent = sparse::matrix(x, op, "x"), received = sparse::matrix(grad, op, "grad");
   const sparse::Structure<ids> structure(rowptr, col, received.rows, op);
   AttentionColumnsArgs a{};
   a.ends = ends_of(op, structure.csr_of(), sent, received, heads, slope);
   AttentionEnds& n = a.ends;
-  n.x = sent.data;
-  n.x_stride = sent.stride;
-  n.grad = received.data;
-  n.grad_stride = received.stride;
+  n.x = end_of(op, sent, x_scale, "x");
+  n.grad = end_of(op, received, grad_scale, "grad");
   const int64_t values = product(sent.rows, heads, op), rows = product(received.rows, heads, op);
-  n.a_src = sparse::flat<float>(a_src, ScalarType::Float, values, op, "a_src");
+  const Halves source(a_src, values, op, "a_src");
+  n.a_src = source.data();
   a.statistics = sparse::flat<float>(statistics, ScalarType::Float, product(4, rows, op), op, "statistics");
   STD_TORCH_CHECK(att_dst.has_value() == da_dst.has_value(), op, ": give att_dst and da_dst, or none of them");
   a.att_dst = sparse::flat<float>(att_dst, ScalarType::Float, n.width, op, "att_dst");
@@ -120,9 +151,10 @@ void attention_backward_columns(Tensor rowptr, Tensor col, Tensor a_src, Tensor 
 }  // namespace gnnc
 
 GNNC_CSR_OP(attention_backward_rows,
-            "(Tensor rowptr, Tensor col, Tensor a_dst, Tensor a_src, Tensor x, Tensor grad, float slope, float eps, "
-            "int heads, Tensor(a!) da_dst, Tensor(b!) statistics) -> ()")
+            "(Tensor rowptr, Tensor col, Tensor a_dst, Tensor a_src, Tensor x, Tensor grad, Tensor? x_scale, "
+            "Tensor? grad_scale, float slope, float eps, int heads, Tensor(a!) da_dst, Tensor(b!) statistics) -> ()")
 GNNC_CSR_OP(attention_backward_columns,
-            "(Tensor rowptr, Tensor col, Tensor a_src, Tensor statistics, Tensor x, Tensor grad, Tensor? att_dst, "
+            "(Tensor rowptr, Tensor col, Tensor a_src, Tensor statistics, Tensor x, Tensor grad, Tensor? x_scale, "
+            "Tensor? grad_scale, Tensor? att_dst, "
             "Tensor? att_src, Tensor? da_dst, float slope, int heads, Tensor(a!) da_src, Tensor(b!)? datt_dst, "
             "Tensor(c!)? datt_src, " GNNC_PROGRAM_SCHEMA ") -> ()")

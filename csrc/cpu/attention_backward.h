@@ -7,9 +7,14 @@
 // compute alpha and the gradient of a logit again. The one by columns, over the transpose, computes the gradients of x
 // and a_src. Nothing is stored for an edge.
 //
-// Layout: a_src, a_dst fp32 [N, heads]; x, grad [N, F], F = heads * D, both fp32 or both bf16; statistics fp32
-// [num_dst, 4, heads]: a_dst, the largest logit, 1 / (sum + eps), and the sum of alpha * <grad, x>. Traffic: of an
-// edge, 4 B of col, one row of x or grad, and 4 or 16 heads B. Floor: the gathers of two spmm with F columns.
+// Rows of x and of grad may each be int8 with a scale a row. Dot products of two int8 rows are exact integers, and sums
+// of int8 rows are in fixed point (fixed_sum.isa.h). The scale of grad[i] is part of the statistics of row i, so that
+// the pass by columns gathers no scales: 1 / (sum + eps) is multiplied by it, and dot products stay in units of it.
+//
+// Layout: a_src, a_dst fp32 [N, heads]; x, grad [N, F], F = heads * D, each fp32, bf16 or int8; statistics fp32
+// [num_dst, 4, heads]: a_dst, the largest logit, scale / (sum + eps), and the sum of alpha * <grad, x> / scale, where
+// scale is that of the row of grad, or 1. Traffic: of an edge, 4 B of col, one row of x or grad, 4 or 16 heads B, and
+// by rows 4 B of a scale. Floor: the gathers of two spmm with F columns.
 
 #include <cstdint>
 
@@ -19,15 +24,20 @@
 
 namespace gnnc {
 
+// The rows at one end of the edges.
+struct EndRows {
+  const void* data;
+  int64_t stride;
+  Element element;
+  const float* scale;  // of each row, if they are int8; else null
+};
+
 // The arguments of both passes.
 struct AttentionEnds {
   Csr csr;  // by columns: the transpose
-  const void* x;
-  const void* grad;
-  int64_t x_stride, grad_stride;
+  EndRows x, grad;
   int64_t width;
   int64_t heads;
-  Element element;
   const float* a_src;
   float slope;
 };

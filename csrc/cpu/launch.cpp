@@ -26,7 +26,7 @@ enum class Use {
   column,          // operand, fp32 [F]
   columns2,        // two operands in a row, fp32 [F] or empty
   statistics,      // four operands in a row: mean, var [F], weight, bias [F] or empty
-  full,            // operand, fp32 or bf16 [M, F]
+  full,            // operand, fp32 or bf16 [M, F]; or two in a row, int8 [M, F] and its scales, fp32 [M]
   codes,           // operand, int8 [M, F]
   bits,            // operand, uint8 [M, ceil(F / 8)]
   single,          // operand, fp32, one element
@@ -222,6 +222,11 @@ void Parser::check_operand(Use use, int32_t index) {
                         column_or_empty(index + 3),
                     "mean, then var, weight, bias: float32 [width]");
     case Use::full:
+      if (v.type == Scalar::i8) {
+        expect(vector(operand(index + 1), rows_), "int8 [rows, width], before its scales, float32 [rows]");
+        v.scales = floats(operand(index + 1));
+        return expect(matrix(v, width_), "int8 [rows, width]");
+      }
       return expect((v.type == Scalar::f32 || v.type == Scalar::bf16) && matrix(v, width_),
                     "float32 or bfloat16 [rows, width]");
     case Use::codes:

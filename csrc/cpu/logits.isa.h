@@ -14,13 +14,13 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// Gathers table[col[k], 0..H) of kLanes / H edges, side by side. Lanes past the last edge repeat the last edge (or hold
-// 0).
-template <int H, bool Full>
+// Gathers table[col[k] * Stride + 0..H) of kLanes / H edges, side by side. Lanes past the last edge repeat the last
+// edge (or hold 0).
+template <int H, bool Full, int Stride = H>
 GNNC_INLINE Floats gather_heads(const float* table, const int32_t* col, int64_t left) {
   constexpr int kEdges = kLanes / H;
   const auto row = [&](int64_t k) __attribute__((always_inline)) {
-    return table + static_cast<int64_t>(col[Full ? k : std::min(k, left - 1)]) * H;
+    return table + static_cast<int64_t>(col[Full ? k : std::min(k, left - 1)]) * Stride;
   };
 #ifdef __AVX512F__
   if constexpr (H == 16) {
@@ -32,7 +32,7 @@ GNNC_INLINE Floats gather_heads(const float* table, const int32_t* col, int64_t 
     v = _mm512_mask_broadcast_f32x4(v, 0x00f0, _mm_loadu_ps(row(1)));
     v = _mm512_mask_broadcast_f32x4(v, 0x0f00, _mm_loadu_ps(row(2)));
     return _mm512_mask_broadcast_f32x4(v, 0xf000, _mm_loadu_ps(row(3)));
-  } else if constexpr (H == 1) {
+  } else if constexpr (H == 1 && Stride == 1) {
     const auto mask = static_cast<__mmask16>(Full ? 0xffff : (1u << left) - 1);
     return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, _mm512_maskz_loadu_epi32(mask, col), table, 4);
   }

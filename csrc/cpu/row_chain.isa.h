@@ -96,13 +96,17 @@ struct Block {
       for (int r = 0; r < kRows; ++r) x[r][v] = f(x[r][v], k);
     }
   }
+  // Applies x = f(x, value) with the values of a matrix from row `first` and column c on.
   template <typename T, typename N, typename Function>
-  GNNC_INLINE void elements(const T* value, int64_t stride, N n, const Function& f) {
+  GNNC_INLINE void elements(const RowView& matrix, int64_t first, int64_t c, N n, const Function& f) {
+    const T* value = row_of<const T>(matrix, first) + c;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
+      const Floats scale = scale_of_row<T>(matrix, first + r);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        x[r][v] = f(x[r][v], load(value + r * stride + v * kLanes, lanes_at<kVectors>(v, n)));
+        const Floats given = load(value + r * matrix.stride + v * kLanes, lanes_at<kVectors>(v, n));
+        x[r][v] = f(x[r][v], scaled<T>(given, scale));
       }
     }
   }
@@ -121,11 +125,9 @@ GNNC_INLINE void step(Block<kRows, kVectors>& block, const Tile& t, const RowIns
   };
   const auto elements = [&](const auto& f) {
     const RowView& full = t.program.operands[in.a];
-    if (full.type == Scalar::bf16) {
-      block.elements(row_of<const Bf16>(full, t.first + r) + c, full.stride, n, f);
-    } else {
-      block.elements(row_of<const float>(full, t.first + r) + c, full.stride, n, f);
-    }
+    if (full.type == Scalar::i8) return block.template elements<int8_t>(full, t.first + r, c, n, f);
+    if (full.type == Scalar::bf16) return block.template elements<Bf16>(full, t.first + r, c, n, f);
+    block.template elements<float>(full, t.first + r, c, n, f);
   };
   switch (in.op) {
     case RowOp::mul_full:

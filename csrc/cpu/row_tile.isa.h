@@ -63,17 +63,30 @@ void map_columns(const Tile& t, const RowView& v, const Function& f) {
   });
 }
 
+// Return the scale of an int8 row, repeated over the lanes, and values times it; floats have none.
+template <typename T>
+GNNC_INLINE Floats scale_of_row(const RowView& v, int64_t row) {
+  return splat(std::is_same_v<T, int8_t> ? v.scales[row] : 1.0f);
+}
+template <typename T>
+GNNC_INLINE Floats scaled(Floats v, Floats scale) {
+  return std::is_same_v<T, int8_t> ? v * scale : v;
+}
+
 template <typename T, typename Function>
 void map_matrix(const Tile& t, const RowView& v, const Function& f) {
   for (int r = 0; r < t.rows; ++r) {
     float* row = t.row(r);
     const T* values = row_of<const T>(v, t.first + r);
-    for_columns(t.width, [&](int64_t c, auto n) { store(row + c, f(load(row + c), load(values + c, n))); });
+    const Floats scale = scale_of_row<T>(v, t.first + r);
+    for_columns(t.width,
+                [&](int64_t c, auto n) { store(row + c, f(load(row + c), scaled<T>(load(values + c, n), scale))); });
   }
 }
 
 template <typename Function>
 void map_full(const Tile& t, const RowView& v, const Function& f) {
+  if (v.type == Scalar::i8) return map_matrix<int8_t>(t, v, f);
   v.type == Scalar::bf16 ? map_matrix<Bf16>(t, v, f) : map_matrix<float>(t, v, f);
 }
 

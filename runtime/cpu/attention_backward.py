@@ -12,6 +12,8 @@ from gnnc.runtime.program.launches import Expr
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of, optional_argument
 
+_ELEMENTS = (torch.float32, torch.bfloat16, torch.int8)
+
 
 @kernel("fused:attention_backward", backend="cpu", name="attention_backward", priority=10, elements=("int8",))
 class AttentionBackward:
@@ -19,14 +21,15 @@ class AttentionBackward:
 
     @staticmethod
     def plan(node: Node) -> attention_backward.Plan | Decline:
-        """Take rows of float32 and bfloat16, and FP32 logits."""
+        """Take rows of float32, bfloat16 and int8."""
         plan = attention_backward.plan(node)
         if isinstance(plan, Decline):
             return plan
-        logits, _, x, grad = (argument_of(node, index).meta["val"].dtype for index in plan.ends)
-        if x != grad or x not in (torch.float32, torch.bfloat16):
-            return Decline(f"x is {x} and grad {grad}")
-        return plan if logits == torch.float32 else Decline(f"halves of the logits are {logits}")
+        for index in plan.ends[2:]:
+            dtype = argument_of(node, index).meta["val"].dtype
+            if dtype not in _ELEMENTS:
+                return Decline(f"x or grad is {dtype}")
+        return plan
 
     @staticmethod
     def emit(plan: attention_backward.Plan, node: Node, emitter: Emitter) -> None:
@@ -36,6 +39,7 @@ class AttentionBackward:
         rowptr, col, rowptr_t, col_t = map(emitter.vector, nodes)
         a_dst, a_src = (emitter.dense(argument_of(node, index), plan.heads) for index in plan.ends[:2])
         x, grad = (emitter.matrix(argument_of(node, index), plan.width) for index in plan.ends[2:])
+        scales = [emitter.optional_vector(optional_argument(node, index)) for index in plan.scales]
         att_dst, att_src = (emitter.optional_vector(optional_argument(node, i)) for i in plan.att)
         results = [None if index is None else emitter.outputs(node)[index] for index in plan.results]
 
@@ -49,7 +53,7 @@ class AttentionBackward:
         by_rows = emitter.bind(
             torch.ops.gnnc_cpu_valid.attention_backward_rows.default, "attention_backward_rows"
         )
-        ends = [rowptr, col, a_dst, a_src, x, grad, plan.slope, plan.eps, plan.heads]
+        ends = [rowptr, col, a_dst, a_src, x, grad, *scales, plan.slope, plan.eps, plan.heads]
         emitter.call(by_rows, [*ends, da_dst.written, statistics.written])
         vectors = [None if result is None else emitter.allocate_vector(result) for result in results[2:]]
         weights = [None if vector is None else vector.written for vector in vectors]
@@ -64,6 +68,7 @@ class AttentionBackward:
             statistics,
             x,
             grad,
+            *scales,
             att_dst,
             att_src,
             None if att_dst is None else da_dst,

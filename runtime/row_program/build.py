@@ -40,12 +40,12 @@ class Operand:
     Attributes:
         index: position among the call's arguments; None: absent.
         form: ``matrix``, ``vector`` or ``seed`` (of random bits).
-        scale: position of the scales of the rows of quantized values; None: there are none.
+        is_quantized: whether it holds quantized rows, whose scales are the next operand.
     """
 
     index: int | None
     form: str
-    scale: int | None = None
+    is_quantized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,15 @@ class RowProgram:
         self.consts.append(float(value))
         return len(self.consts) - 1
 
-    def operand(self, index: int | None, form: str, scale: int | None = None) -> int:
+    def operand(self, index: int | None, form: str) -> int:
         """Add an operand and return its number."""
-        self.operands.append(Operand(index, form, scale))
+        self.operands.append(Operand(index, form))
         return len(self.operands) - 1
+
+    def quantized_operand(self, values: int, scale: int) -> int:
+        """Add quantized rows and their scales; return the number of the rows."""
+        self.operands += [Operand(values, "matrix", is_quantized=True), Operand(scale, "vector")]
+        return len(self.operands) - 2
 
     def out(self, result: int | None, form: str, dtype: torch.dtype) -> int:
         """Add an output and return its number."""
@@ -272,7 +277,7 @@ def _operand(inner: Inner, node: Node | None, form: str, program: RowProgram, ki
     if form == "matrix" and node not in inner.operands and op_name(node) == "dequantize":
         values, scale = unpack(node, "q", "scale")
         numbers = [inner.operand(value, f"operand {value.name}") for value in (values, scale)]
-        return program.operand(numbers[0], form, numbers[1])
+        return program.quantized_operand(*numbers)
     dtype = node.meta["val"].dtype
     allowed = (torch.float32, torch.bfloat16, torch.float16) if form == "matrix" else (torch.float32,)
     allowed = (torch.uint8,) if kind == "mask_bits" else allowed

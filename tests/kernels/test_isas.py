@@ -16,6 +16,7 @@ PRODUCTS = DENSE[:2]
 SPARSE = (
     "test_spmm.py",
     "test_attention.py",
+    "test_attention_backward.py",
     "test_sddmm.py",
     "test_edge_softmax.py",
     "test_softmax_sum.py",

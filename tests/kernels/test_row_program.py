@@ -147,6 +147,17 @@ def test_arithmetic(name: str, width: int, rows: int) -> None:
     assert torch.equal(got, formula(x, operand.float()))
 
 
+@pytest.mark.parametrize("name", ["mul_full", "add_full", "rsub_full", "threshold_backward"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_matrices_are_read_in_eight_bits(name: str, width: int, rows: int) -> None:
+    op, _, formula = ARITHMETIC[name]
+    x, values, scale, program = torch.randn(rows, width), codes(rows, width), row(rows, width), Program()
+    got = apply(x, op, program.operand(values, scale), 0, program)
+    want = formula(x.double(), values.double() * scale.double()[:, None])
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6 * 127)
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("width", [1, 47, 602])
 def test_activations(name: str, width: int) -> None:
@@ -437,6 +448,8 @@ ROWS3 = torch.ones(3)
         ([1, 0, 0, 0], [torch.ones(4)], [], r"float32 \[rows\]"),
         ([3, 0, 0, 0], [ROWS3], [], r"float32 \[width\]"),
         ([5, 0, 0, 0], [torch.ones(3, 5)], [], r"\[rows, width\]"),
+        ([5, 0, 0, 0], [torch.ones(3, 4, dtype=torch.int8)], [], "names operand 1 of 1"),
+        ([5, 0, 0, 0], [torch.ones(3, 4, dtype=torch.int8), torch.ones(4)], [], "before its scales"),
         ([8, 0, 0, 0], [], [], "names constant 0 of 0"),
         ([10, 0, 0, 0], [ROWS3], [], "one element"),
         ([45, 0, 3, 0], [], [], "do not divide the width 4"),

@@ -460,6 +460,22 @@ def test_rows_go_on_from_the_16_bits_that_a_product_wrote():
     assert targets(rows) == ["_to_copy.default", "row_shift.default", "quantize.default"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rounded", [frozenset(), frozenset({"fp16"})])
+def test_rows_are_widened_as_they_are_loaded_where_kernels_have_their_type(rounded, dtype):
+    target = Target("cpu", widens_operands=True, rounded=rounded)
+
+    def build(b):
+        half = b.input("half", (b.n, 32), dtype=dtype)
+        wide = b.graph.call_function(aten._to_copy.default, (half,), {"dtype": torch.float32})
+        wide.meta["val"] = half.meta["val"].float()
+        return [b.mul(b.linear(b.x, 32), wide)]
+
+    gm, _ = run_all(one(build), (Fuse(),), precision=FP32, target=target)
+    is_widened = "_to_copy.default" in targets(dict(groups(gm))["gemm"])
+    assert is_widened == (dtype == torch.bfloat16 or not rounded)
+
+
 def test_a_scale_of_a_tensor_stays_out_of_what_cannot_find_it():
     def build(b):
         h = b.relu(b.relu(b.x))

@@ -78,7 +78,10 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
             (g.rowptr, torch.rand(EDGES, 1), torch.randn(EDGES, 1), torch.zeros(EDGES, 1))
         ],
         "attention_backward_rows": [
-            (g.rowptr, g.col, *ends, x, x.clone(), 0.2, 1e-16, 1, torch.zeros(ROWS, 1), torch.zeros(ROWS, 4))
+            (g.rowptr, g.col, *ends, x, x.clone(), None, None, 0.2, 1e-16, 1)
+            + (torch.zeros(ROWS, 1), torch.zeros(ROWS, 4)),
+            (g.rowptr, g.col, *ends, q, q.clone(), scale, scale.clone(), 0.2, 1e-16, 1)
+            + (torch.zeros(ROWS, 1), torch.zeros(ROWS, 4)),
         ],
         "attention_backward_columns": [
             (
@@ -88,13 +91,18 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
                 torch.rand(ROWS, 4),
                 x,
                 x.clone(),
+                None,
+                None,
                 *torch.randn(2, width),
                 ends[0],
                 0.2,
                 1,
             )
             + (torch.zeros(ROWS, 1), torch.zeros(width), torch.zeros(width), *program()),
-            (g.rowptr, g.col, ends[1], torch.rand(ROWS, 4), x, x.clone(), None, None, None, 0.2, 1)
+            (g.rowptr, g.col, ends[1], torch.rand(ROWS, 4), x, x.clone(), *[None] * 5, 0.2, 1)
+            + (torch.zeros(ROWS, 1), None, None, *program()),
+            (g.rowptr, g.col, ends[1], torch.rand(ROWS, 4), q, q.clone(), scale, scale.clone(), *[None] * 3)
+            + (0.2, 1)
             + (torch.zeros(ROWS, 1), None, None, *program()),
         ],
         "gemm_tn": [

@@ -95,6 +95,7 @@ struct RowView {
   void* data;
   int64_t rows, cols, stride;
   Scalar type;
+  const float* scales = nullptr;  // [rows], of an int8 matrix that an instruction reads as floats
 };
 
 // A row program, checked and prepared once per call by parse_program (csrc/cpu/launch.h), then shared by all threads.

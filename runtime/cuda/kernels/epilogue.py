@@ -183,10 +183,8 @@ class Writer:
     def _full(self, function: str, a: int, b: int) -> None:
         """Combine the row with that of a matrix, whose quantized values are multiplied by their scale."""
         row, stride = self.row_of(a)
-        scale = self.program.operands[a].scale
-        if scale is not None:
-            scales = self.emitter.vector(argument_of(self.node, scale))
-            self.struct.member(f"const float* s{a}", pointer(scales))
+        if self.program.operands[a].is_quantized:
+            self.struct.member(f"const float* s{a}", self._vector(a + 1))
             function = f"step::scaled({function}, __ldg(s{a} + row))"
         self.struct.step(f"step::with_full<{stride}>", row, function)
 
