@@ -15,47 +15,46 @@ namespace gnnc::GNNC_ISA {
 namespace {
 
 constexpr int kPhiloxBlock = 8;  // columns that share a counter
-constexpr int kCounters = 16;    // counters that are computed together
+constexpr int kCounters = 32;    // counters that are computed together
 
 constexpr uint32_t kPhiloxA = 0xD2511F53u, kPhiloxB = 0xCD9E8D57u, kWeylA = 0x9E3779B9u, kWeylB = 0xBB67AE85u;
 
 #ifdef __AVX512F__
-// The upper and the lower words of the products of 16 words with a factor.
-struct Products {
-  __m512i high, low;
-};
-GNNC_INLINE Products product(__m512i words, uint32_t factor) {
-  const __m512i by = _mm512_set1_epi32(static_cast<int>(factor));
-  const __m512i even = _mm512_mul_epu32(words, by), odd = _mm512_mul_epu32(_mm512_srli_epi64(words, 32), by);
-  return {_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd), _mm512_mullo_epi32(words, by)};
-}
-
-// Stores the bits of the counters first .. first + 15.
-GNNC_INLINE void philox_16(uint64_t seed, uint32_t stream, uint64_t first, uint16_t* out) {
-  // Lane 4 q + i has counter 4 i + q, so that the words of four counters in a row end in one vector.
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  __m512i c0 = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)), order);
-  const __mmask16 carried = _mm512_cmplt_epu32_mask(c0, order);
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(first >> 32));
-  __m512i c1 = _mm512_mask_add_epi32(upper, carried, upper, _mm512_set1_epi32(1));
-  __m512i c2 = _mm512_set1_epi32(static_cast<int>(stream)), c3 = _mm512_setzero_si512();
+// Stores the bits of the counters first .. first + kCounters - 1. A word of a counter is the lower half of a 64-bit
+// lane, whose upper half holds anything: a product of two words reads the lower halves, and leaves its lower word where
+// it is.
+GNNC_INLINE void philox(uint64_t seed, uint32_t stream, uint64_t first, uint16_t* out) {
+  constexpr int kVectors = kCounters / 8;
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // counters in a row end in one vector
+  const __m512i a = _mm512_set1_epi64(kPhiloxA), b = _mm512_set1_epi64(kPhiloxB);
+  __m512i c0[kVectors], c1[kVectors], c2[kVectors], c3[kVectors];
+  each<kVectors>([&](auto i) __attribute__((always_inline)) {
+    c0[i] = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(first + 8 * i)), order);
+    c1[i] = _mm512_srli_epi64(c0[i], 32);
+    c2[i] = _mm512_set1_epi64(stream), c3[i] = _mm512_setzero_si512();
+  });
   auto key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
 #pragma GCC unroll 10
   for (int round = 0; round < 10; ++round, key0 += kWeylA, key1 += kWeylB) {
-    const Products a = product(c0, kPhiloxA), b = product(c2, kPhiloxB);
-    c0 = _mm512_ternarylogic_epi32(b.high, c1, _mm512_set1_epi32(static_cast<int>(key0)), 0x96);
-    c2 = _mm512_ternarylogic_epi32(a.high, c3, _mm512_set1_epi32(static_cast<int>(key1)), 0x96);
-    c1 = b.low, c3 = a.low;
+    const __m512i k0 = _mm512_set1_epi32(static_cast<int>(key0)), k1 = _mm512_set1_epi32(static_cast<int>(key1));
+    each<kVectors>([&](auto i) __attribute__((always_inline)) {
+      const __m512i by_a = _mm512_mul_epu32(c0[i], a), by_b = _mm512_mul_epu32(c2[i], b);
+      c0[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(by_b, 32), c1[i], k0, 0x96);
+      c2[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(by_a, 32), c3[i], k1, 0x96);
+      c1[i] = by_b, c3[i] = by_a;
+    });
   }
-  const __m512i low01 = _mm512_unpacklo_epi32(c0, c1), low23 = _mm512_unpacklo_epi32(c2, c3);
-  const __m512i high01 = _mm512_unpackhi_epi32(c0, c1), high23 = _mm512_unpackhi_epi32(c2, c3);
-  _mm512_storeu_si512(out, _mm512_unpacklo_epi64(low01, low23));
-  _mm512_storeu_si512(out + 32, _mm512_unpackhi_epi64(low01, low23));
-  _mm512_storeu_si512(out + 64, _mm512_unpacklo_epi64(high01, high23));
-  _mm512_storeu_si512(out + 96, _mm512_unpackhi_epi64(high01, high23));
+  const auto pairs = [](__m512i low, __m512i high) __attribute__((always_inline)) {
+    return _mm512_mask_mov_epi32(low, 0xaaaa, _mm512_slli_epi64(high, 32));
+  };
+  each<kVectors>([&](auto i) __attribute__((always_inline)) {
+    const __m512i front = pairs(c0[i], c1[i]), back = pairs(c2[i], c3[i]);
+    _mm512_storeu_si512(out + 64 * i, _mm512_unpacklo_epi64(front, back));
+    _mm512_storeu_si512(out + 64 * i + 32, _mm512_unpackhi_epi64(front, back));
+  });
 }
 #else
-GNNC_INLINE void philox_16(uint64_t seed, uint32_t stream, uint64_t first, uint16_t* out) {
+GNNC_INLINE void philox(uint64_t seed, uint32_t stream, uint64_t first, uint16_t* out) {
   uint32_t c[4][kCounters];
   for (int i = 0; i < kCounters; ++i) {
     const uint64_t counter = first + static_cast<uint64_t>(i);
@@ -85,24 +84,27 @@ class Fractions {
   Fractions(uint64_t seed, int32_t stream, int64_t width)
       : seed_(seed), stream_(static_cast<uint32_t>(stream)), blocks_((width + kPhiloxBlock - 1) / kPhiloxBlock) {}
 
-  // Computes the bits of a row, and of rows after it that share its vectors.
+  // Returns the bits of a row, which the next call may overwrite.
   const uint16_t* row(int64_t r) {
-    static thread_local Scratch scratch;
-    if (r < begin_ || r >= end_) {
-      const int64_t rows = blocks_ >= kCounters ? 1 : kCounters / blocks_;
-      const int64_t counters = (rows * blocks_ + kCounters - 1) / kCounters * kCounters;
-      // Vectors of columns may end past the last block.
-      bits_ = scratch.get<uint16_t>(static_cast<size_t>(counters * kPhiloxBlock + kLanes));
-      const auto first = static_cast<uint64_t>(r * blocks_);
-      for (int64_t i = 0; i < counters; i += kCounters) {
-        philox_16(seed_, stream_, first + static_cast<uint64_t>(i), bits_ + i * kPhiloxBlock);
-      }
-      begin_ = r, end_ = r + rows;
-    }
+    if (r < begin_ || r >= end_) compute(r);
     return bits_ + (r - begin_) * blocks_ * kPhiloxBlock;
   }
 
  private:
+  // Computes the bits of a row, and of rows after it that share its vectors.
+  __attribute__((noinline)) void compute(int64_t r) {
+    static thread_local Scratch scratch;
+    const int64_t rows = blocks_ >= kCounters ? 1 : kCounters / blocks_;
+    const int64_t counters = (rows * blocks_ + kCounters - 1) / kCounters * kCounters;
+    // Vectors of columns may end past the last block.
+    bits_ = scratch.get<uint16_t>(static_cast<size_t>(counters * kPhiloxBlock + kLanes));
+    const auto first = static_cast<uint64_t>(r * blocks_);
+    for (int64_t i = 0; i < counters; i += kCounters) {
+      philox(seed_, stream_, first + static_cast<uint64_t>(i), bits_ + i * kPhiloxBlock);
+    }
+    begin_ = r, end_ = r + rows;
+  }
+
   uint64_t seed_;
   uint32_t stream_;
   int64_t blocks_, begin_ = 0, end_ = 0;

@@ -164,31 +164,32 @@ void apply_store(const Tile& t, const RowInstruction& in) {
 
 #ifdef __AVX512F__
 bool quantizes_in_registers(const Tile& t, int64_t at) {
-  if (at == t.program.length || t.width == 0 || t.width > 4 * kLanes || t.rounding != nullptr) return false;
+  if (at >= t.program.length || t.width == 0 || t.width > 4 * kLanes) return false;
   return t.program.code[at].op == RowOp::quant_row || t.program.code[at].op == RowOp::quant_pow2;
 }
 
-// Applies a chain and the quantization after it. The tile is written back only if a later instruction reads it.
-void apply_chain_and_quantize(const Tile& t, const RowInstruction* code, int64_t count, bool again) {
+// Applies a chain and the quantization `last` after it. The tile is written back only if a later instruction reads it.
+void apply_chain_and_quantize(const Tile& t, const RowInstruction* code, int64_t count, const RowInstruction& last,
+                              bool again) {
   const int rows = t.rows / kCodedRows * kCodedRows;
-  const Tile whole{t.program, t.acc, t.ld, t.first, rows, t.width};
-  const Tile rest{t.program, t.row(rows), t.ld, t.first + rows, t.rows - rows, t.width};
+  const Tile whole{t.program, t.acc, t.ld, t.first, rows, t.width, t.rounding};
+  const Tile rest{t.program, t.row(rows), t.ld, t.first + rows, t.rows - rows, t.width, t.rounding};
   switch ((t.width + kLanes - 1) / kLanes) {
     case 4:
-      chain_to_codes<4>(whole, code, count, again);
+      chain_to_codes<4>(whole, code, count, last, again);
       break;
     case 3:
-      chain_to_codes<3>(whole, code, count, again);
+      chain_to_codes<3>(whole, code, count, last, again);
       break;
     case 2:
-      chain_to_codes<2>(whole, code, count, again);
+      chain_to_codes<2>(whole, code, count, last, again);
       break;
     default:
-      chain_to_codes<1>(whole, code, count, again);
+      chain_to_codes<1>(whole, code, count, last, again);
   }
   if (rest.rows == 0) return;
   apply_chain(rest, code, count);
-  apply_store(rest, code[count]);
+  apply_store(rest, last);
 }
 #endif
 
@@ -218,9 +219,14 @@ void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows
     int64_t chain = 0;
     while (i + chain < program.length && chains(program.code[i + chain].op)) ++chain;
 #ifdef __AVX512F__
-    if (quantizes_in_registers(tile, i + chain)) {
-      apply_chain_and_quantize(tile, &in, chain, i + chain + 1 < program.length);
-      i += chain;
+    const int64_t after = i + chain;
+    const bool is_stochastic = after < program.length && program.code[after].op == RowOp::stochastic;
+    const int64_t last = after + (is_stochastic ? 1 : 0);
+    if (quantizes_in_registers(tile, last)) {
+      tile.rounding = is_stochastic ? &program.code[after] : nullptr;
+      apply_chain_and_quantize(tile, &in, chain, program.code[last], last + 1 < program.length);
+      tile.rounding = nullptr;
+      i = last;
       continue;
     }
 #endif

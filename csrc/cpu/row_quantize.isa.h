@@ -151,21 +151,27 @@ GNNC_INLINE Floats largest_of_rows(const Floats (&rows)[kCodedRows]) {
   return combine(tops, _mm512_shuffle_f32x4(tops, tops, 0xb1));
 }
 
+// Stores the quantized values of rows from `first` on, whose factors are the lanes of each quarter of `factors`.
 template <Clamp kClamp, int kVectors>
-GNNC_INLINE void store_block_codes(const Block<kCodedRows, kVectors>& block, Floats factors, int8_t* to,
-                                   int64_t stride) {
+GNNC_INLINE void store_block_codes(const Block<kCodedRows, kVectors>& block, Floats factors, Fractions* random,
+                                   int64_t first, int8_t* to, int64_t stride) {
   each<kCodedRows>([&](auto r) __attribute__((always_inline)) {
     const Floats factor = _mm512_permute_ps(factors, 0x55 * r);
     Floats v[4] = {};
     each<kVectors>([&](auto i) __attribute__((always_inline)) { v[i] = block.x[r][i] * factor; });
+    if constexpr (kClamp == Clamp::floor) {
+      const uint16_t* bits = random->row(first + r);
+      each<kVectors>([&](auto i) __attribute__((always_inline)) { v[i] = v[i] + fractions(bits + i * kLanes); });
+    }
     _mm512_storeu_si512(to + r * stride, pack_codes<kClamp>(v[0], v[1], v[2], v[3]));
   });
 }
 
-// Applies quant_row or quant_pow2 to the rows r .. r + kCodedRows; the last vector has n valid lanes.
+// Applies quant_row or quant_pow2 to the rows r .. r + kCodedRows; the last vector has n valid lanes. Lanes past them
+// are 0, also where fractions are added: these are below 1.
 template <int kVectors>
 GNNC_INLINE void quantize_block(Block<kCodedRows, kVectors>& block, const Tile& t, const RowInstruction& in, int64_t r,
-                                Tail n) {
+                                Tail n, Fractions* random) {
   const bool pow2 = in.op == RowOp::quant_pow2;
   if (pow2) block.columns(t.program.prepared + in.c, Whole{}, [](Floats x, Floats v) { return x * v; });
   Floats rows[kCodedRows];
@@ -183,24 +189,32 @@ GNNC_INLINE void quantize_block(Block<kCodedRows, kVectors>& block, const Tile& 
   if (pow2) {
     const Ints shifts = shifts_of(tops);
     _mm_storeu_si32(static_cast<uint8_t*>(scales.data) + t.first + r, _mm512_cvtepi32_epi8((__m512i)shifts));
-    store_block_codes<Clamp::both>(block, powers_of(shifts), to, codes.stride);
+    if (random == nullptr) {
+      return store_block_codes<Clamp::both>(block, powers_of(shifts), random, t.first + r, to, codes.stride);
+    }
+    store_block_codes<Clamp::floor>(block, powers_of(shifts), random, t.first + r, to, codes.stride);
   } else {
     const Floats scale = scale_of(tops);
     _mm_storeu_ps(static_cast<float*>(scales.data) + t.first + r, _mm512_castps512_ps128(scale));
-    store_block_codes<Clamp::none>(block, inverse_of(scale), to, codes.stride);
+    if (random == nullptr) {
+      return store_block_codes<Clamp::none>(block, inverse_of(scale), random, t.first + r, to, codes.stride);
+    }
+    store_block_codes<Clamp::floor>(block, inverse_of(scale), random, t.first + r, to, codes.stride);
   }
 }
 
-// Applies the chain code[0 .. count) and the quantization code[count] to whole groups of kCodedRows rows.
+// Applies the chain code[0 .. count) and the quantization `last` to whole groups of kCodedRows rows.
 template <int kVectors>
-__attribute__((noinline)) void chain_to_codes(const Tile& t, const RowInstruction* code, int64_t count, bool again) {
+__attribute__((noinline)) void chain_to_codes(const Tile& t, const RowInstruction* code, int64_t count,
+                                              const RowInstruction& last, bool again) {
   const Tail n{static_cast<int>(t.width) - (kVectors - 1) * kLanes};
+  TileFractions fractions(t);
   for (int64_t r = 0; r < t.rows; r += kCodedRows) {
     Block<kCodedRows, kVectors> block;
     block.read(t.row(r), t.ld);
     for (int64_t i = 0; i < count; ++i) step(block, t, code[i], r, 0, n);
     if (again) block.write(t.row(r), t.ld);
-    quantize_block(block, t, code[count], r, n);
+    quantize_block(block, t, last, r, n, fractions.get());
   }
 }
 #endif
