@@ -1,5 +1,6 @@
 """The code of the how-to pages runs unchanged, and decisions open with the decision."""
 
+import os
 import re
 import subprocess
 import sys
@@ -31,6 +32,23 @@ def test_the_first_example_runs_as_pasted(page: Path) -> None:
     done = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "quantized 3 of 4 ops" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["auto.md", "concepts.md", "how-it-works.md", "training.md"])
+def test_the_first_example_of_a_page_runs_as_pasted(page: str, tmp_path: Path) -> None:
+    example = re.search(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+    assert example is not None and "gnnc." in example[1]
+    path = os.pathsep.join(filter(None, [str(DOCS.parent), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-c", example[1]],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
