@@ -34,7 +34,7 @@ from gnnc.capture.quiet import quiet
 from gnnc.capture.read_fields import FieldRecord, Reads
 from gnnc.capture.recurrent import RecurrentMode
 from gnnc.capture.side_effects import call_alone, global_hooks_checked, run_alone, undone
-from gnnc.capture.size_guards import assumed_sizes, at_least_two, slices_within, watched
+from gnnc.capture.size_guards import assumed_sizes, at_least_two, in_final_symbols, slices_within, watched
 from gnnc.capture.sparse_operand import SparseMode, operand
 from gnnc.capture.sparse_results import taken_apart
 from gnnc.capture.sparse_state import Hidden
@@ -333,7 +333,8 @@ def _traced(
         program = torch.export.export(
             entry, stand_ins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
-        branches += assumed_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
+        env = getattr(fake_mode_of(program.graph_module), "shape_env", None)
+        branches += assumed_sizes(env)
         branches += slices_within(program.graph)
         symbols = asked_symbols(program.graph)
         program = functional(program)
@@ -343,7 +344,7 @@ def _traced(
     entry.printed = [] if strict else text
     if strict:
         branches += at_least_two(guards.symbols)
-    return program, dataclasses.replace(guards, branches=tuple(branches))
+    return program, dataclasses.replace(guards, branches=tuple(in_final_symbols(branches, env)))
 
 
 def _classes(call: Call) -> set[type]:

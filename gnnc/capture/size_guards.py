@@ -8,13 +8,14 @@ become guards: a call with another answer is captured by itself.
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import sympy
 import torch
+from sympy.logic.boolalg import BooleanFunction
 from torch.fx import Graph
 
 from gnnc.capture.thread_patches import ThreadFlag, replaced
@@ -121,6 +122,30 @@ def slices_within(graph: Graph) -> list[Branch]:
             within = sympy.Ge(size.node.expr, max(ends), evaluate=False)
             found[Branch(within, True, "a slice with constant ends")] = None
     return list(found)
+
+
+def in_final_symbols(branches: Iterable[Branch], env: Any) -> list[Branch]:
+    """Return questions in the symbols that a trace ends with: it may have found two sizes to be one since.
+
+    Args:
+        branches: the questions; those that one size for two answers are left out.
+        env: the shape environment of the trace, or None.
+    """
+    found = getattr(env, "replacements", {})
+    renamed = [replace(branch, condition=_renamed(branch.condition, found)) for branch in branches]
+    return [branch for branch in renamed if branch.condition.free_symbols]
+
+
+def _renamed(condition: sympy.Basic, symbols: Mapping[Any, Any]) -> sympy.Basic:
+    """Return a condition in other symbols; unevaluated, since sympy takes each size for positive."""
+    if not condition.free_symbols & symbols.keys():
+        return condition
+    if isinstance(condition, BooleanFunction):
+        return condition.func(*(_renamed(part, symbols) for part in condition.args))
+    sides = [side.xreplace(symbols) for side in condition.args]
+    if len(set(sides)) < len(sides):
+        return condition.func(*sides)
+    return _renamed(condition.func(*sides, evaluate=False), symbols)
 
 
 def _is_of_strides(guard: Any) -> bool:

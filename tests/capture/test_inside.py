@@ -5,6 +5,7 @@ import torch
 import torch_geometric.nn as pyg
 from slow import slow_but
 from torch import Tensor, nn
+from torch_geometric.nn import global_mean_pool
 from torch_geometric.utils import dropout_edge, softmax
 
 import gnnc
@@ -93,6 +94,31 @@ class AsksAboutSizes(Net):
         if x.size(0) > 50:
             return self.conv(x, edge_index) * 2
         return self.conv(x, edge_index)
+
+
+class AsksBeforeSizesAreOne(Net):
+    """Asks about the rows of one argument, of which a later step shows that another has as many."""
+
+    def __init__(self, question) -> None:
+        super().__init__()
+        self.question = question
+
+    def forward(self, x, edge_index, batch):
+        h = self.conv(x, edge_index)
+        return global_mean_pool(h * 2 if self.question(x.shape[0]) else h, batch)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "question", [lambda n: n == 1, lambda n: n < 3, lambda n: n > 5 and n != 7, lambda n: n % 2 == 0]
+)
+def test_questions_about_sizes_that_turn_out_to_be_one(question):
+    model = AsksBeforeSizesAreOne(question).eval()
+    compiled = gnnc.compile(model, "fp32")
+    for nodes in (9, 1, 3, 2, 7, 6, 4):
+        x, edge_index = graph(nodes, 3 * nodes, nodes)
+        arguments = x, edge_index, torch.zeros(nodes).long()
+        torch.testing.assert_close(compiled(*arguments), model(*arguments))
 
 
 class Trims(nn.Module):
