@@ -69,10 +69,10 @@ def _lower_fused(gm: fx.GraphModule, node: Node, lowering: Lowering, ctx: Contex
 
 def _compute_alike(parts: Parts, lowering: Lowering, ctx: Context) -> None:
     """Run the bodies of an extremum and of its comparisons in kernels that compute the same bits."""
-    pairs = list(compared_extrema(parts))
+    pairs = [sides for pair in compared_extrema(parts) for sides in (pair, pair[::-1])]
     apart = True
     while apart:
-        apart = any([_moved_to(*sides, lowering, ctx) for pair in pairs for sides in (pair, pair[::-1])])
+        apart = any([_moved_to(node, other, lowering, ctx) for node, other in pairs])
 
 
 def _moved_to(node: Node, other: Node, lowering: Lowering, ctx: Context) -> bool:

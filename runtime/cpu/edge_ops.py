@@ -167,11 +167,13 @@ def _layer_norm(translator: Translator, node: Node) -> Value:
 
 
 def _linear(translator: Translator, node: Node) -> Any:
-    return translator.product(node, *unpack(node, "input", "weight", "bias"), False)
+    x, weight, bias = unpack(node, "input", "weight", "bias")
+    return translator.product(node, x, weight, bias, False)
 
 
 def _mm(translator: Translator, node: Node) -> Any:
-    return translator.product(node, *unpack(node, "self", "mat2"), None, True)
+    x, weight = unpack(node, "self", "mat2")
+    return translator.product(node, x, weight, None, True)
 
 
 def _addmm(translator: Translator, node: Node) -> Any:
