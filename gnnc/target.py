@@ -146,6 +146,8 @@ class Target:
             of FP32 compute.
         slower: names of the precisions that run slower than FP32 on this machine.
         joint_products: whether one kernel multiplies a matrix with several weights.
+        joint_bodies: whether one kernel computes several bodies in one pass over the edges, sums by source
+            among them.
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
         epilogue_scales: whether each of its row programs does so.
         gradient_steps: kinds of the steps of gradients that its row programs have, such as masks, derivatives
@@ -172,6 +174,7 @@ class Target:
     rounded: frozenset[str] = frozenset()
     slower: frozenset[str] = frozenset()
     joint_products: bool = True
+    joint_bodies: bool = False
     tensor_scales: bool = False
     epilogue_scales: bool = False
     gradient_steps: frozenset[str] = frozenset()

@@ -20,6 +20,7 @@ from torch.fx import Node
 from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import (
     argument,
+    call_key,
     first_operand,
     holds_tensor,
     is_pointwise,
@@ -33,7 +34,7 @@ from gnnc.ir.nodes import (
 )
 from gnnc.ir.source import wants_gradient
 from gnnc.passes.base import Context, Property
-from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes, call_key
+from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes
 from gnnc.passes.rewrite.output_layout import contiguous_outputs, restore_contiguous_outputs
 from gnnc.torch_private import OpOverload, schema
 

@@ -7,6 +7,7 @@ from gnnc.passes.exact_values import ExactValues
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.hoist import Hoist
 from gnnc.passes.int32_columns import Int32Columns
+from gnnc.passes.join_bodies import JoinBodies
 from gnnc.passes.joint import Joint
 from gnnc.passes.lower import Lower
 from gnnc.passes.nodes_first import NodesFirst
@@ -34,6 +35,7 @@ PIPELINE: tuple[Pass, ...] = (
     Cache(),  # each tensor is quantized once
     StaticFeatures(),  # features that stay are quantized once a training run
     Partition(),  # forward and backward become graphs of their own
+    JoinBodies(),  # bodies of the same edges run in one pass over them
     Fuse(),  # producer, elementwise and requantization become one call
     Lower(),  # every call gets its kernel
     SelectFormat(),  # every kernel that reads edges gets the formats that may serve it

@@ -3,7 +3,8 @@
 A body is straight-line Python over ATen calls, such as
 ``t0 = aten.add.Tensor(i0, j0); t1 = aten.relu.default(t0); return t1``. Its inputs are rows gathered
 per edge: ``i0, i1, ...`` from destinations, ``j0, ...`` from sources, ``e0, ...`` edge tensors, and
-``c0, ...`` constants without an edge dimension. It returns one value, or a list of values that are
+``c0, ...`` constants without an edge dimension. A call with several results is followed by
+``t2 = t1[0]``. The body returns one value, or a list of values that are
 each with a reduction of its own. As text, a body is an ordinary op argument: it prints,
 hashes, compares, pickles and merges like any other.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 
 from gnnc.errors import VerifyError
-from gnnc.ir.nodes import outputs_of, unpack
+from gnnc.ir.nodes import aten_name, first_operand, is_result, is_view, outputs_of, result_index, unpack
 from gnnc.torch_private import LazyGraphModule, OpOverload
 
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name in (
@@ -51,6 +52,9 @@ def body_text(graph: fx.Graph) -> str:
 
 def _statement(node: fx.Node, names: dict[fx.Node, str]) -> str:
     target = node.target
+    if is_result(node):
+        names[node] = f"t{sum(1 for name in names.values() if name[0] == 't')}"
+        return f"{names[node]} = {_text(first_operand(node), names)}[{result_index(node)}]"
     if node.op != "call_function" or not isinstance(target, OpOverload):
         raise VerifyError(f"a body holds ATen calls only, got {node.format_node()}")
     parts = [_text(arg, names) for arg in node.args]
@@ -129,6 +133,8 @@ def _value(tree: ast.expr, values: dict[str, Any], graph: fx.Graph) -> Any:
             return operator.neg(_value(operand, values, graph))
         case ast.Attribute() if (name := ast.unparse(tree)) in values:
             return values[name]
+        case ast.Subscript(several, ast.Constant(int(number))):
+            return graph.call_function(operator.getitem, (_value(several, values, graph), number))
         case ast.Call(func, args, keywords):
             return graph.call_function(
                 _target(ast.unparse(func)),
@@ -164,29 +170,85 @@ def evaluate_body(
 
 _ROWS = 1009
 """Edges while a body is measured: a prime, which divides the sizes of no weight."""
+_PRODUCTS = ("linear.default", "mm.default", "addmm.default", "bmm.default")
+_STEP = 12
+"""Operations of a product in the time of an elementwise step on one element."""
 
 
-def widest_value(text: str, operands: dict[str, torch.Tensor]) -> int:
-    """Return the most elements that a value of the body has for one edge, its operands included.
+def measure_body(text: str, operands: dict[str, torch.Tensor]) -> tuple[int, frozenset[int]]:
+    """Return the most elements of a value for one edge, and the steps that add up or multiply across edges.
 
     Args:
         text: the body.
         operands: a tensor of the shape and dtype of each operand, by name (``i0``, ``c0``); only
             their sizes are read, and of all but constants not the first.
+
+    Returns:
+        The elements of the widest value, operands included, and the positions in the body's graph of the
+        nodes with a value that edges share.
     """
-    sizes = [1]
+    graph_module = parse_body(text)
+    widths = [1]
+    shared: dict[fx.Node, int] = {}
 
     class Measure(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
-            if isinstance(result, torch.Tensor) and result.numel() % _ROWS == 0:
-                sizes.append(result.numel() // _ROWS)
+            tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if _is_tensor(t)]
+            of_edges = [t for t in tensors if t.dim() and t.shape[0] and t.shape[0] % _ROWS == 0]
+            widths.extend(t.numel() // _ROWS for t in of_edges if n.op != "output")
+            sees_edges = any(arg in edge_values or arg in shared for arg in n.all_input_nodes)
+            if n.op == "call_function" and sees_edges and tensors:
+                mixes = len(of_edges) < len(tensors) or any(arg in shared for arg in n.all_input_nodes)
+                shared.update({n: position[n]} if mixes else {})
+            if n not in shared and (of_edges or sees_edges):
+                edge_values.add(n)
             return result
 
-    def stand_in(name: str) -> torch.Tensor:
-        shape = [int(size) for size in operands[name].shape[0 if name[0] == "c" else 1 :]]
-        shape = shape if name[0] == "c" else [_ROWS, *shape]
-        return torch.empty(shape, dtype=operands[name].dtype, device="meta")
+    position = {node: number for number, node in enumerate(graph_module.graph.nodes)}
+    edge_values: set[fx.Node] = set()
+    Measure(graph_module).run(*(_stand_in(name, operands[name]) for name in body_inputs(text)))
+    return max(widths), frozenset(shared.values())
 
-    Measure(parse_body(text)).run(*map(stand_in, body_inputs(text)))
-    return max(sizes)
+
+def body_work(text: str, operands: dict[str, torch.Tensor]) -> float:
+    """Return the operations of a body for one edge: products, and some for each element of other steps.
+
+    Args: as of ``measure_body``.
+    """
+    total = 0.0
+
+    class Count(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            nonlocal total
+            result = super().run_node(n)
+            if n.op == "call_function" and isinstance(result, torch.Tensor) and not is_view(n):
+                total += self._operations(n, result)
+            return result
+
+        def _operations(self, n: fx.Node, result: torch.Tensor) -> float:
+            read = [self.env[arg] for arg in n.all_input_nodes if isinstance(self.env[arg], torch.Tensor)]
+            if aten_name(n) in _PRODUCTS:
+                x = read[1] if aten_name(n) == "addmm.default" else read[0]
+                return 2 * result.numel() * x.shape[-1] / _ROWS
+            return _STEP * max((t.numel() for t in (result, *read)), default=0) / _ROWS
+
+    Count(parse_body(text), garbage_collect_values=False).run(
+        *(_stand_in(name, operands[name]) for name in body_inputs(text))
+    )
+    return total
+
+
+def _stand_in(name: str, operand: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without memory for an operand of a body that is measured."""
+    shape = [int(size) for size in operand.shape[0 if name[0] == "c" else 1 :]]
+    return torch.empty(shape if name[0] == "c" else [_ROWS, *shape], dtype=operand.dtype, device="meta")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def widest_value(text: str, operands: dict[str, torch.Tensor]) -> int:
+    """Return the most elements that a value of a body has for one edge; arguments as of ``measure_body``."""
+    return measure_body(text, operands)[0]

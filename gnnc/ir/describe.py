@@ -69,7 +69,7 @@ class Block:
 def reads_edges(node: Node) -> bool:
     """Return whether a node, or one of the ops fused in it, computes along edges or segments of a CSR."""
     if node.op == "call_module":
-        return node.meta.get("kind") in ("spmm", "attention")
+        return node.meta.get("kind") in ("spmm", "attention", "bodies")
     op = op_of(node)
     return op is not None and op.kind in ("aggregate", "edge")
 

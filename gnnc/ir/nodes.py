@@ -1,7 +1,8 @@
 """Readers of one fx node: its op, its arguments by name, its shape."""
 
+import math
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -236,3 +237,20 @@ def _reached(nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]])
             found.add(node)
             pending += neighbors(node)
     return found
+
+
+def call_key(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return a hashable key that is equal for two calls of equal targets and arguments."""
+    return target, _key(args), _key(dict(sorted(kwargs.items())))
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    if isinstance(value, slice):
+        return "slice", _key(value.start), _key(value.stop), _key(value.step)
+    if isinstance(value, float) and math.isnan(value):
+        return "nan"
+    return type(value).__name__, value

@@ -57,7 +57,7 @@ _WHEN = {
     FORWARD: "runs at every call",
     BACKWARD: "runs when gradients are computed",
 }
-_KINDS = ("gemm", "gemm_tn", "spmm", "attention", "attention_backward", "map", "graph")
+_KINDS = ("gemm", "gemm_tn", "spmm", "attention", "attention_backward", "bodies", "map", "graph")
 
 
 def format_graph(gm: GraphModule, *, name: str = "forward", notes: Mapping[str, str] | None = None) -> str:

@@ -27,6 +27,10 @@ class UnfitError(Exception):
     """An edge value computes something that a body cannot hold; the message says what."""
 
 
+def _width(node: Node) -> Any:
+    return math.prod(shape_of(node)[1:])
+
+
 class BodyBuilder:
     """Builder of the body that computes ``root``, or several ``values`` that ``root`` combines.
 
@@ -38,6 +42,7 @@ class BodyBuilder:
         order: the order of the edges that the body runs in.
         emit: computes an edge value in an order, outside the body.
         root: the edge value.
+        widest: columns of the widest edge value on the way to the root.
         source: the source index that the ``j`` operands are read by, or None.
         text: the body.
         operands: the operands by destination, by source, by edge, and the constants.
@@ -53,6 +58,7 @@ class BodyBuilder:
     ) -> None:
         self.tables, self.order, self.emit, self.root = tables, order, emit, root
         self.source = self._choose_source()
+        self.widest = max(_width(value) for value in self._edge_values(root))
         self.graph = fx.Graph()
         self.operands: tuple[list[Node], ...] = ([], [], [], [])
         self._names: dict[tuple[str, Node], Node] = {}
@@ -73,6 +79,18 @@ class BodyBuilder:
         sources = [index for index in sources if index not in lookups] or sources
         with_csr = [index for index in sources if index in self.order.csrs]
         return next(iter(with_csr or sources), None)
+
+    def _edge_values(self, node: Node) -> set[Node]:
+        """Return the edge values that ``node`` is computed from, row by row, and itself."""
+        found: set[Node] = set()
+        pending = [node]
+        while pending:
+            value = pending.pop()
+            if value not in found:
+                found.add(value)
+                inputs = () if as_gather(value) is not None else row_inputs(value) or ()
+                pending += [arg for arg in inputs if self.tables.indices(arg)]
+        return found
 
     def _visit(self, node: Node) -> Node:
         if node not in self._built:
@@ -125,9 +143,8 @@ class BodyBuilder:
         return self.tables.is_computed_otherwise(node)
 
     def _is_cheap(self, node: Node) -> bool:
-        """Return whether a value takes far less room than what the body computes from it."""
-        width, computed = (math.prod(shape_of(value)[1:]) for value in (node, self.root))
-        return is_narrow(node) and width * _FAR_LESS <= computed
+        """Return whether a value takes far less room than what the body computes."""
+        return is_narrow(node) and _width(node) * _FAR_LESS <= self.widest
 
     def _call(self, node: Node) -> Node:
         if node.target is operator.getitem:  # normalize writes the parts of a split as slices

@@ -6,23 +6,21 @@ mean.
 """
 
 from os.path import commonprefix
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir import body_text, parse_body
-from gnnc.ir.nodes import argument, outputs_of, same_shape, shape_of, unpack
+from gnnc.ir.joint_body import JointBody
+from gnnc.ir.nodes import argument, same_shape, shape_of, unpack
 from gnnc.passes.base import Context
-from gnnc.passes.rewrite.node_builder import NodeBuilder, call_key
+from gnnc.passes.rewrite.node_builder import NodeBuilder
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
-_KINDS = "ijec"
 _GRAPH = ("rowptr", "col", "num_dst")
 _OPERANDS = ("dst", "src", "edge", "const")
-"""Lists of operands of ``message``, in the order of ``_KINDS``."""
+"""Lists of operands of ``message``, by destination, by source, by edge, and constant."""
 
 
 def join_messages(gm: fx.GraphModule, builder: NodeBuilder, ctx: Context) -> None:
@@ -91,46 +89,3 @@ def _join(graph: fx.Graph, group: list[Node], builder: NodeBuilder) -> None:
 def _common(group: list[Node]) -> str:
     """Return the path of the innermost module around all of the messages."""
     return ".".join(commonprefix([str(node.meta["layer"]).split(".") for node in group]))  # type: ignore[type-var]
-
-
-class JointBody:
-    """Body that computes the values of several bodies; equal computations are merged.
-
-    Attributes:
-        operands: the operands by destination, by source, by edge, and the constants.
-    """
-
-    def __init__(self) -> None:
-        self.operands: tuple[list[Node], ...] = ([], [], [], [])
-        self._graph = fx.Graph()
-        self._known: dict[Any, Node] = {}
-
-    def add(self, text: str, operands: tuple[Any, ...]) -> list[Node]:
-        """Add a body with its operands; return its values."""
-        copies: dict[Node, Node] = {}
-        for node in parse_body(text).graph.nodes:
-            if node.op == "placeholder":
-                kind = _KINDS.index(str(node.target)[0])
-                copies[node] = self._operand(kind, operands[kind][int(str(node.target)[1:])])
-            elif node.op == "call_function":
-                copies[node] = self._call(node, copies)
-        values: Any = outputs_of(parse_body(text).graph)
-        return [copies[value] for value in (values if isinstance(values, list | tuple) else [values])]
-
-    def _operand(self, kind: int, operand: Node) -> Node:
-        if (kind, operand) not in self._known:
-            self._known[kind, operand] = self._graph.placeholder(f"{_KINDS[kind]}{len(self.operands[kind])}")
-            self.operands[kind].append(operand)
-        return self._known[kind, operand]
-
-    def _call(self, node: Node, copies: dict[Node, Node]) -> Node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        key = call_key(node.target, args, kwargs)
-        if key not in self._known:
-            self._known[key] = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        return self._known[key]
-
-    def text(self, results: list[Node]) -> str:
-        """Return the text of the body that returns ``results``."""
-        self._graph.output(results)
-        return body_text(self._graph)

@@ -1,7 +1,5 @@
 """Builder of nodes with meta: passes read the shapes of nodes that they have just inserted."""
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +7,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import fake_mode_of, placeholders
-from gnnc.ir.nodes import holds_tensor, is_random, shape_of
+from gnnc.ir.nodes import call_key, holds_tensor, is_random, shape_of
 from gnnc.ir.source import source_of
 from gnnc.torch_private import enable_python_dispatcher
 
@@ -146,20 +144,3 @@ def is_of_model(node: Node) -> bool:
         source = source_of(node)
         return source is not None and source.kind in ("parameter", "buffer", "constant")
     return all(map(is_of_model, node.all_input_nodes))
-
-
-def call_key(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return a hashable key that is equal for two calls of equal targets and arguments."""
-    return target, _key(args), _key(dict(sorted(kwargs.items())))
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(map(_key, value))
-    if isinstance(value, dict):
-        return tuple((name, _key(item)) for name, item in value.items())
-    if isinstance(value, slice):
-        return "slice", _key(value.start), _key(value.stop), _key(value.step)
-    if isinstance(value, float) and math.isnan(value):
-        return "nan"
-    return type(value).__name__, value

@@ -10,7 +10,7 @@ from torch.fx import Node
 from gnnc.ir.graph import infer_meta, placeholders
 from gnnc.ir.nodes import outputs_of
 from gnnc.ir.parts import Parts
-from gnnc.ir.source import Source, source_of
+from gnnc.ir.source import Source, is_structure, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.boundary import Boundary, refresh_examples
 from gnnc.passes.rewrite.node_builder import NodeBuilder
@@ -92,6 +92,36 @@ def replacing_results(parts: Parts) -> Iterator[fx.GraphModule]:
     names = dict(zip(before, _result_names(parts.structure), strict=True))
     for _, gm in parts.per_call():
         _rename_sources(gm, names)
+
+
+def take_result(parts: Parts, node: Node) -> None:
+    """Make a node of the structure graph a result of it, and a placeholder of each graph that runs at a call.
+
+    The backward graph takes no value that the forward graph is not given.
+    """
+    assert parts.structure is not None
+    source = Source("structure", node.name)
+    results = outputs_of(parts.structure.graph)
+    if node not in results:
+        parts.structure.graph.output_node().args = ((*results, node),)
+    for _, gm in parts.per_call():
+        if all(source_of(placeholder) != source for placeholder in placeholders(gm)):
+            with gm.graph.inserting_after(placeholders(gm)[-1]):
+                taken = gm.graph.placeholder(node.name)
+            taken.meta = {"source": source, "val": node.meta["val"], "layer": node.meta.get("layer", "")}
+
+
+def drop_results(parts: Parts, unread: set[str]) -> None:
+    """Drop results of the structure graph, by name, that no graph reads any more."""
+    assert parts.structure is not None
+    taken = [node for _, gm in parts.per_call() for node in placeholders(gm) if is_structure(node)]
+    names = {node: source.name for node in taken if (source := source_of(node)) is not None}
+    unread -= {name for node, name in names.items() if node.users}
+    for node, name in names.items():
+        if name in unread:
+            node.graph.erase_node(node)
+    results = [node for node in outputs_of(parts.structure.graph) if node.name not in unread]
+    parts.structure.graph.output_node().args = (tuple(results),)
 
 
 def _result_names(structure: fx.GraphModule) -> list[str]:

@@ -22,6 +22,7 @@ def create(device: torch.device | None) -> Backend:
             frozenset({"fp32", "bf16", "int8"}),
             rounded=frozenset({"fp16"}),
             slower=slower,
+            joint_bodies=True,
             epilogue_scales=True,
             gradient_steps=GRADIENT_STEPS - {"div_tensor", "fp16_scale"},
             widens_operands=True,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
 
-from gnnc.ir.body import COMPARISONS, body_inputs, parse_body
-from gnnc.ir.nodes import ancestors, aten_name, op_name, unpack
+from gnnc.ir.body import body_inputs, parse_body
+from gnnc.ir.nodes import aten_name, unpack
 from gnnc.runtime.row_program.opcodes import Op
 from gnnc.torch_private import LazyGraphModule
 
@@ -30,23 +30,21 @@ _PLAIN = torch.float32
 Tensors = list[Tensor]
 
 
-def evaluate(text: str, col: Tensor, rows: Callable[[], Tensor], groups: Sequence[Tensors]) -> Any:
-    """Return the values of a body at the edges of a block, and of the edges that pad it.
+def evaluate(
+    text: str, shared: frozenset[int], col: Tensor, rows: Callable[[], Tensor], groups: Sequence[Tensors]
+) -> list[Tensor]:
+    """Return the values of a body on a block: of each edge and of the edges that pad it, or of all edges.
 
     Args:
         text: the body.
+        shared: positions of the nodes of its graph with a value that edges share, such as a sum.
         col: source of every edge of the block.
         rows: returns the destination of every edge.
         groups: the operands: ``dst``, ``src``, ``edge`` of the block alone, and ``const``.
     """
-    return _block_body(text)(*_operands(text, col, rows, groups))
-
-
-def evaluate_sum(text: str, col: Tensor, rows: Callable[[], Tensor], groups: Sequence[Tensors]) -> Tensor:
-    """Return what a body sums over the edges of a block; arguments as of ``evaluate``."""
-    operands = _operands(text, col, rows, groups)
-    count = col.shape[0]
-    return _sum_body(text)(count, count + -count % _EDGE_MULTIPLE, *operands)
+    operands, count = _operands(text, col, rows, groups), col.shape[0]
+    sizes = (count, count + -count % _EDGE_MULTIPLE) if shared else ()
+    return _block_body(text, shared)(*sizes, *operands)
 
 
 def _operands(text: str, col: Tensor, rows: Callable[[], Tensor], groups: Sequence[Tensors]) -> Tensors:
@@ -68,35 +66,35 @@ def _padded(values: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _block_body(text: str) -> GraphModule:
-    """Return a body whose products with a weight are those of ``row_product``."""
+def _block_body(text: str, shared: frozenset[int]) -> GraphModule:
+    """Return a function of a body's operands, which returns a list.
+
+    Its products with a weight are those of ``row_product``. Where edges share values, the number of edges,
+    without padding and with it, comes first, and what is shared is computed without the padding.
+    """
     graph = Graph()
-    graph.output(graph.graph_copy(parse_body(text).graph, {}))
-    _use_row_products(graph)
+    copies: dict[Node, Node] = {}
+    body = parse_body(text).graph
+    found = graph.graph_copy(body, copies)
+    graph.output(list(found) if isinstance(found, list | tuple) else [found])
+    of_edges = _use_row_products(graph)
+    mixing = [copies[node] for number, node in enumerate(body.nodes) if number in shared]
+    if mixing:
+        _cut_operands(graph, mixing, of_edges - set(mixing))
     return LazyGraphModule({}, graph, "BlockBody")
 
 
-@lru_cache(maxsize=1024)
-def _sum_body(text: str) -> GraphModule:
-    """Return a function of a block's edges, of those with padding, and of the padded operands.
-
-    What is compared is computed on the padded block, as was the value that it is compared with, and then cut.
-    """
-    graph = Graph()
-    graph.output(graph.graph_copy(parse_body(text).graph, {}))
-    of_edges = _use_row_products(graph)
-    compared = [node for node in of_edges if op_name(node) in COMPARISONS]
-    padded = {*compared, *ancestors(compared), *graph.find_nodes(op="placeholder")} & of_edges
+def _cut_operands(graph: Graph, mixing: list[Node], padded: set[Node]) -> None:
+    """Let the nodes that edges share read their operands without the padding."""
     with graph.inserting_before(next(iter(graph.nodes))):
         sizes = graph.placeholder("count"), graph.placeholder("padded")
-    for node in padded:
-        cut_off = [user for user in node.users if user not in padded]
-        if cut_off:
-            after = list(graph.find_nodes(op="placeholder"))[-1] if node.op == "placeholder" else node
-            with graph.inserting_after(after):
-                cut = graph.call_function(_cut, (node, *sizes))
-            node.replace_all_uses_with(cut, lambda user, users=cut_off: user in users)
-    return LazyGraphModule({}, graph, "SumBody")
+    cuts: dict[Node, Node] = {}
+    for node in mixing:
+        for operand in node.all_input_nodes:
+            if operand in padded and operand not in cuts:
+                with graph.inserting_before(node):
+                    cuts[operand] = graph.call_function(_cut, (operand, *sizes))
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda arg: cuts.get(arg, arg))
 
 
 def _cut(values: Tensor, count: int, padded: int) -> Tensor:

@@ -1,19 +1,21 @@
-"""Lowering of general messages: the body runs in ATen, on blocks of edges that stay in cache."""
+"""Lowering of ops with a body: it runs in ATen, on blocks of edges that stay in cache."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gnnc.ir.body import GROUPS, body_operands, widest_value
-from gnnc.ir.message import pair_values
-from gnnc.ir.nodes import argument, operand, unpack
+from gnnc.ir.body import GROUPS, body_operands, measure_body
+from gnnc.ir.message import pair_values, values_taken
+from gnnc.ir.nodes import argument, op_name, unpack
 from gnnc.runtime.cpu.body import STORE, Tensors, evaluate
 from gnnc.runtime.plans.spmm import REDUCTIONS
 from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.program.launches import tuple_of
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Refusal, planned
@@ -24,19 +26,38 @@ BLOCK_VALUES = 1 << 17
 _MIN_EDGES = 512
 
 
+Kind = Literal["rows", "sources", "edges", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Result of a pass over the edges, of one or more values of the body.
+
+    Attributes:
+        kind: values of the edges are reduced by ``rows`` or added up by ``sources``, kept for ``edges``, or a
+            value that the edges of a block share is added up over ``all``.
+        reductions: names of the reductions by rows.
+    """
+
+    kind: Kind
+    reductions: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Parts of a launch that do not change between calls.
+    """Constants of a pass over the edges.
 
     Attributes:
         body: text of the body.
-        reductions: names of the reductions of the body's values; empty for ``gnnc.edge_map``.
+        parts: the results, in the order of the body's values.
         edges: edges in a block.
+        shared: positions of the nodes of the body with a value that edges share.
     """
 
     body: str
-    reductions: tuple[str, ...]
+    parts: tuple[Part, ...]
     edges: int
+    shared: frozenset[int] = frozenset()
 
 
 @kernel("gnnc.edge_map", "gnnc.message", backend="cpu", name="edge_blocks", priority=10, elements=("int8",))
@@ -47,29 +68,64 @@ class EdgeBlocks:
     @planned
     def plan(node: Node) -> Plan:
         """Choose the block size by the body's widest value; refuse results that are not float32."""
-        if node.meta["val"].dtype != torch.float32:
-            raise Refusal(f"the result is {node.meta['val'].dtype}")
-        build.fixed_width(node)
-        body, reduce = argument(node, "body"), argument(node, "reduce", None)
-        reductions = () if reduce is None else tuple(reduce.split(","))
-        return Plan(body, reductions, block_edges(node))
+        return plan_body(argument(node, "body"), (part_of(node),), (node,), body_operands(node))
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: Emitter) -> None:
         """Write the call."""
-        rowptr, col = (emitter.vector(operand(node, name)) for name in ("rowptr", "col"))
-        groups = [emitter.argument(list(group)) for group in unpack(node, *GROUPS.values())]
-        out = emitter.allocate(node, dense=True)
-        run = emitter.bind(run_blocks, "edge_blocks")
-        emitter.call(run, [emitter.bind(plan, "plan"), rowptr, col, *groups, out.written])
+        emit_pass(emitter, plan, unpack(node, "rowptr", "col", *GROUPS.values()), (node,))
 
 
-def block_edges(node: Node) -> int:
-    """Return the edges of a block by the body's widest value; raise Refusal where a width is not fixed."""
-    operands = {name: operand.meta["val"] for name, operand in body_operands(node).items()}
-    for value in operands.values():
+@kernel("gnnc.edge_sum", backend="cpu", name="edge_sum_blocks", priority=10)
+class EdgeSum(EdgeBlocks):
+    """Kernel that gathers, computes and sums block by block: no tensor of edges times features."""
+
+
+def part_of(node: Node) -> Part:
+    """Return the result that an op with a body makes."""
+    match op_name(node):
+        case "message":
+            return Part("rows", tuple(argument(node, "reduce").split(",")))
+        case "edge_map":
+            return Part("edges")
+    return Part("all")
+
+
+def plan_body(
+    body: str, parts: tuple[Part, ...], results: Sequence[Node], operands: Mapping[str, Node]
+) -> Plan:
+    """Choose the block size by the widest value of a body.
+
+    Args:
+        body: the body.
+        parts: the results.
+        results: the node of each result.
+        operands: the body's operands, by name.
+
+    Raises:
+        Refusal: a result is not float32, or a width is not fixed.
+    """
+    for value in results:
+        if value.meta["val"].dtype != torch.float32:
+            raise Refusal(f"the result is {value.meta['val'].dtype}")
+    for value in (*results, *operands.values()):
         build.fixed_width(value)
-    return max(BLOCK_VALUES // widest_value(argument(node, "body"), operands), _MIN_EDGES)
+    width, shared = measure_body(body, values_of(operands))
+    return Plan(body, parts, max(BLOCK_VALUES // width, _MIN_EDGES), shared)
+
+
+def values_of(operands: Mapping[str, Node]) -> dict[str, Tensor]:
+    """Return the fake tensors of a body's operands."""
+    return {name: value.meta["val"] for name, value in operands.items()}
+
+
+def emit_pass(emitter: Emitter, plan: Plan, operands: Sequence[Any], results: Sequence[Node]) -> None:
+    """Write the call of a pass over edges; ``operands`` are offsets, columns, and the groups of a body."""
+    rowptr, col = (emitter.vector(value) for value in operands[:2])
+    groups = [emitter.argument(list(group)) for group in operands[2:]]
+    outs = tuple_of(emitter.allocate(result, dense=True).written for result in results)
+    run = emitter.bind(run_blocks, "edge_blocks")
+    emitter.call(run, [emitter.bind(plan, "plan"), rowptr, col, *groups, outs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,30 +151,78 @@ def run_blocks(
     src: Tensors,
     edge: Tensors,
     const: Tensors,
+    outs: Sequence[Tensor],
+) -> None:
+    """Compute the results of a body into ``outs``, float32: one for each part of the plan.
+
+    A result by rows or by sources is ``[num, F]``, where those of several reductions stand side by side
+    (``[num_dst, K * F]``), one by edges ``[E, F]``; one of all edges has the elements of the body's value.
+    """
+    states = [_prepare(part, out) for part, out in zip(plan.parts, outs, strict=True)]
+    for block in split(rowptr, col.shape[0], plan.edges):
+        values = iter(_values(plan, block, rowptr, col, dst, src, edge, const))
+        for part, out, state in zip(plan.parts, outs, states, strict=True):
+            _write(part, block, rowptr, col, values, state, out)
+
+
+def _prepare(part: Part, out: Tensor) -> list[Tensor | None]:
+    """Fill a result that is added up with zeros; return what passes between pieces of a row, by reduction."""
+    if part.kind != "edges":
+        out.zero_()
+    return [
+        out.new_empty(3, out.shape[1] // len(part.reductions)) if name == "softmax" else None
+        for name in part.reductions
+    ]
+
+
+def _write(
+    part: Part,
+    block: Block,
+    rowptr: Tensor,
+    col: Tensor,
+    values: Iterator[Tensor],
+    states: list[Tensor | None],
     out: Tensor,
 ) -> None:
-    """Compute ``gnnc.edge_map`` or ``gnnc.message`` into ``out``, float32 ``[E or num_dst, F]``.
+    """Put the values of a block into a result."""
+    edges = slice(block.first_edge, block.last_edge)
+    match part.kind:
+        case "edges":
+            out[edges] = _rows(next(values), block)
+        case "all":
+            out += next(values).reshape(out.shape)
+        case "sources":
+            out.index_add_(0, col[edges], _rows(next(values), block))
+        case "rows":
+            taken = [
+                _rows(next(values), block) for name in part.reductions for _ in range(values_taken(name))
+            ]
+            _reduce(part.reductions, block, rowptr, taken, states, out)
 
-    The results of several reductions stand side by side: ``[num_dst, K * F]``.
-    """
-    width = out.shape[1] // max(len(plan.reductions), 1)
-    parts = [out[:, k * width : (k + 1) * width] for k in range(len(plan.reductions))]
-    states = [out.new_empty(3, width) if name == "softmax" else None for name in plan.reductions]
-    if parts:
-        out.zero_()
-    for block in split(rowptr, col.shape[0], plan.edges):
-        values = _values(plan, block, rowptr, col, dst, src, edge, const)
-        if not plan.reductions:
-            out[block.first_edge : block.last_edge] = values[0]
-        for (name, operands), part, state in zip(
-            pair_values(plan.reductions, values), parts, states, strict=True
-        ):
-            if state is not None:
-                _softmax_sum(block, rowptr, operands, state, part)
-            elif block.whole:
-                _reduce_rows(name, block, rowptr, operands[0], part)
-            else:
-                _reduce_piece(name, block, rowptr, operands[0], part)
+
+def _rows(values: Tensor, block: Block) -> Tensor:
+    """Return the values of the edges of a block, without the padding, as a matrix."""
+    count = block.last_edge - block.first_edge
+    return values[:count].reshape(count, -1).contiguous()
+
+
+def _reduce(
+    names: tuple[str, ...],
+    block: Block,
+    rowptr: Tensor,
+    values: Tensors,
+    states: list[Tensor | None],
+    out: Tensor,
+) -> None:
+    width = out.shape[1] // len(names)
+    for k, (name, operands) in enumerate(pair_values(names, values)):
+        part, state = out[:, k * width : (k + 1) * width], states[k]
+        if state is not None:
+            _softmax_sum(block, rowptr, operands, state, part)
+        elif block.whole:
+            _reduce_rows(name, block, rowptr, operands[0], part)
+        else:
+            _reduce_piece(name, block, rowptr, operands[0], part)
 
 
 def split(rowptr: Tensor, num_edges: int, edges: int) -> Iterator[Block]:
@@ -155,13 +259,10 @@ def _values(
     edge: Tensors,
     const: Tensors,
 ) -> Tensors:
-    """Return the values of the body at the edges of a block, a list of ``[edges, F]``."""
+    """Return the values of the body at the edges of a block and of its padding, or those that edges share."""
     edges = slice(block.first_edge, block.last_edge)
-    count = block.last_edge - block.first_edge
     groups = (dst, src, [t[edges] for t in edge], const)
-    results = evaluate(plan.body, col[edges], lambda: rows_of(block, rowptr), groups)
-    values = results if isinstance(results, list) else [results]
-    return [value[:count].reshape(count, -1).contiguous() for value in values]
+    return evaluate(plan.body, plan.shared, col[edges], lambda: rows_of(block, rowptr), groups)
 
 
 def rows_of(block: Block, rowptr: Tensor) -> Tensor:

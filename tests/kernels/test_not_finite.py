@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gnnc.ir.message import MESSAGE_REDUCTIONS
 from gnnc.ir.sparse import REDUCTIONS
-from gnnc.runtime.cpu.message import Plan, run_blocks
+from gnnc.runtime.cpu.message import Part, Plan, run_blocks
 from gnnc.runtime.row_program.opcodes import Op
 
 gnnc = torch.ops.gnnc
@@ -163,7 +163,8 @@ def test_message(reduce: str | None, edges: int, bad: float) -> None:
     i, j = torch.randn(50, 5), torch.randn(60, 5)
     j[7] = bad
     out = torch.full((g.num_edges if reduce is None else 50, 5), 5.0)
-    run_blocks(Plan(body, () if reduce is None else (reduce,), edges), g.rowptr, g.col, [i], [j], [], [], out)
+    part = Part("edges") if reduce is None else Part("rows", (reduce,))
+    run_blocks(Plan(body, (part,), edges), g.rowptr, g.col, [i], [j], [], [], [out])
     operands = ([i.double()], [j.double()], [], [])
     if reduce is None:
         agree(out, gnnc.edge_map(g.rowptr, g.col, body, *operands))

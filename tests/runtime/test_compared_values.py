@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 import gnnc
+from gnnc.ir.body import measure_body
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.cpu.body import row_product
-from gnnc.runtime.cpu.edge_sum import sum_blocks
-from gnnc.runtime.cpu.message import Plan, run_blocks
+from gnnc.runtime.cpu.message import Part, Plan, run_blocks
 
 SILU = "t0 = aten.mul.Tensor(j0, c0); t1 = aten.silu.default(t0); return t1"
 MLP = (
@@ -59,10 +59,12 @@ def test_sums_over_all_edges_find_every_extremum(body: str, edges: int) -> None:
         const = [torch.randn(5)] if body == SILU else [torch.randn(5, 5), torch.randn(5)]
         rowptr, col = torch.arange(edges + 1), torch.randperm(edges).to(torch.int32)
         top, hits = torch.empty(edges, 5), torch.empty(5)
-        run_blocks(Plan(body, ("max",), 512), rowptr, col, [], [x], [], const, top)
+        run_blocks(Plan(body, (Part("rows", ("max",)),), 512), rowptr, col, [], [x], [], const, [top])
         value = "t1" if body == SILU else "t2"
         text = body.replace(f"return {value}", HITS.format(value, SUM))
-        sum_blocks(text, 300, rowptr, col, [top], [x], [], const, hits)
+        operands = {"i0": top, "j0": x, **{f"c{number}": value for number, value in enumerate(const)}}
+        plan = Plan(text, (Part("all"),), 300, measure_body(text, operands)[1])
+        run_blocks(plan, rowptr, col, [top], [x], [], const, [hits])
         assert hits.tolist() == [edges] * 5
 
 

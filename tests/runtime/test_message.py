@@ -4,9 +4,9 @@ import pytest
 import torch
 from kernel_graphs import same_at_any_thread_count
 
+from gnnc.ir.body import measure_body
 from gnnc.runtime.backend import get_backend
-from gnnc.runtime.cpu.edge_sum import sum_blocks
-from gnnc.runtime.cpu.message import BLOCK_VALUES, Plan, run_blocks, split
+from gnnc.runtime.cpu.message import BLOCK_VALUES, Part, Plan, run_blocks, split
 
 GATV2 = (
     "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu.default(t0, 0.2); "
@@ -61,7 +61,7 @@ def test_a_value_for_each_edge(edges, hub, size):
     x = operands(edges)
     expected = torch.ops.gnnc.edge_map(rowptr, col, GATV2, [x["i"]], [x["j"]], [], [x["c"]])
     out = torch.full((edges, 2), float("nan"))
-    run_blocks(Plan(GATV2, (), size), rowptr, col, [x["i"]], [x["j"]], [], [x["c"]], out)
+    run_blocks(Plan(GATV2, (Part("edges"),), size), rowptr, col, [x["i"]], [x["j"]], [], [x["c"]], [out])
     torch.testing.assert_close(out, expected)
 
 
@@ -78,7 +78,8 @@ def test_sums_over_all_edges(edges, hub, size):
     given = operands(edges)
     groups = [given["i"]], [given["j"]], [given["e"]], []
     out = torch.full((6, 6), float("nan"))
-    sum_blocks(WEIGHT_GRADIENT, size, rowptr, col, *groups, out)
+    _, shared = measure_body(WEIGHT_GRADIENT, {"i0": given["i"], "j0": given["j"], "e0": given["e"]})
+    run_blocks(Plan(WEIGHT_GRADIENT, (Part("all"),), size, shared), rowptr, col, *groups, [out])
     expected = torch.ops.gnnc.edge_sum(rowptr, col, WEIGHT_GRADIENT, *groups)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
 
@@ -91,7 +92,7 @@ def test_reductions(edges, hub, size, reduce):
     x = operands(edges)
     expected = torch.ops.gnnc.message(rowptr, col, EDGE, reduce, [], [x["j"]], [x["e"]], [], NUM_DST)
     out = torch.full((NUM_DST, 6), float("nan"))
-    run_blocks(Plan(EDGE, (reduce,), size), rowptr, col, [], [x["j"]], [x["e"]], [], out)
+    run_blocks(Plan(EDGE, (Part("rows", (reduce,)),), size), rowptr, col, [], [x["j"]], [x["e"]], [], [out])
     torch.testing.assert_close(out, expected.reshape(NUM_DST, 6), rtol=1e-5, atol=1e-5)
 
 
@@ -106,7 +107,7 @@ def test_sums_by_the_softmax_of_another_value(edges, hub, size, names):
     given = [], [x["j"]], [x["e"]], []
     expected = torch.ops.gnnc.message(rowptr, col, body, names, *given, NUM_DST).flatten(1)
     out = torch.full(expected.shape, float("nan"))
-    run_blocks(Plan(body, tuple(names.split(",")), size), rowptr, col, *given, out)
+    run_blocks(Plan(body, (Part("rows", tuple(names.split(","))),), size), rowptr, col, *given, [out])
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -119,8 +120,49 @@ def test_several_reductions_in_one_pass(edges, hub, size):
     expected = torch.ops.gnnc.message(rowptr, col, body, names, [], [x["j"]], [x["e"]], [], NUM_DST)
     assert expected.shape == (NUM_DST, 4, 2, 3)
     out = torch.full((NUM_DST, 24), float("nan"))
-    run_blocks(Plan(body, tuple(names.split(",")), size), rowptr, col, [], [x["j"]], [x["e"]], [], out)
+    run_blocks(
+        Plan(body, (Part("rows", tuple(names.split(","))),), size),
+        rowptr,
+        col,
+        [],
+        [x["j"]],
+        [x["e"]],
+        [],
+        [out],
+    )
     torch.testing.assert_close(out, expected.reshape(NUM_DST, 24), rtol=1e-5, atol=1e-5)
+
+
+@GRAPHS
+@pytest.mark.parametrize("size", [1, 16, 1000])
+def test_results_of_every_kind_in_one_pass(edges, hub, size):
+    rowptr, col = graph(edges, hub)
+    x = operands(edges)
+    body = (
+        "t0 = aten.add.Tensor(j0, e0); t1 = aten.exp.default(t0); t2 = aten.view.default(t1, [-1, 6]); "
+        "t3 = aten.view.default(i0, [-1, 6]); t4 = aten.t.default(t2); t5 = aten.mm.default(t4, t3); "
+        "return [t1, t0, t1, t1, t5]"
+    )
+    names = {"i0": x["i"], "j0": x["j"], "e0": x["e"]}
+    parts = Part("edges"), Part("rows", ("max", "mean")), Part("sources"), Part("all")
+    given = [x["i"]], [x["j"]], [x["e"]], []
+    outs = [torch.full(shape, float("nan")) for shape in ((edges, 6), (NUM_DST, 12), (NUM_SRC, 6), (6, 6))]
+    plan = Plan(body, parts, size, measure_body(body, names)[1])
+    assert plan.shared
+    run_blocks(plan, rowptr, col, *given, outs)
+    rows = torch.repeat_interleave(torch.arange(NUM_DST), rowptr.diff())
+    values = (x["j"][col] + x["e"]).double().reshape(-1, 6)
+    exps = values.exp()
+    highest = (
+        torch.zeros(NUM_DST, 6)
+        .double()
+        .scatter_reduce(0, rows[:, None].expand(-1, 6), values, "amax", include_self=False)
+    )
+    mean = torch.zeros(NUM_DST, 6).double().index_add(0, rows, exps) / rowptr.diff().clamp(min=1)[:, None]
+    by_source = torch.zeros(NUM_SRC, 6).double().index_add(0, col, exps)
+    product = exps.t() @ x["i"][rows].double().reshape(-1, 6)
+    for out, expected in zip(outs, (exps, torch.cat([highest, mean], 1), by_source, product), strict=True):
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
@@ -131,7 +173,30 @@ def test_pieces_of_a_hub_have_the_same_bits_at_any_thread_count(reduce):
     def run():
         out = torch.empty(2, 1)
         body = "t0 = aten.mul.Tensor(j0, e0); return t0"
-        run_blocks(Plan(body, (reduce,), BLOCK_VALUES), rowptr, col, [], [torch.ones(1, 1)], [x], [], out)
+        run_blocks(
+            Plan(body, (Part("rows", (reduce,)),), BLOCK_VALUES),
+            rowptr,
+            col,
+            [],
+            [torch.ones(1, 1)],
+            [x],
+            [],
+            [out],
+        )
+        return out
+
+    same_at_any_thread_count(run)
+
+
+def test_sums_by_source_have_the_same_bits_at_any_thread_count():
+    edges = 20_000
+    rowptr, col = torch.arange(0, edges + 1, 4), torch.randint(50, (edges,)).int()
+    body = "t0 = aten.mul.Tensor(j0, e0); return t0"
+    given = [], [torch.randn(50, 33)], [torch.randn(edges, 33)], []
+
+    def run():
+        out = torch.empty(50, 33)
+        run_blocks(Plan(body, (Part("sources"),), 4096), rowptr, col, *given, [out])
         return out
 
     same_at_any_thread_count(run)

@@ -17,7 +17,7 @@ from gnnc.errors import GraphError
 from gnnc.ir.message import MESSAGE_REDUCTIONS
 from gnnc.ir.sparse import EDGE_OPS, REDUCTIONS
 from gnnc.runtime.cpu import library, structure
-from gnnc.runtime.cpu.message import Plan, run_blocks
+from gnnc.runtime.cpu.message import Part, Plan, run_blocks
 from gnnc.runtime.row_program.opcodes import Op
 
 gnnc = torch.ops.gnnc
@@ -279,8 +279,8 @@ def message(d: Draw) -> None:
     out = unwritten(g.num_edges if reduce is None else g.num_dst, width)
     edges = d.one((1, 7, 512, 100_000)) if g.num_edges < 3000 else 5000
     body = GATE.replace("return t2", "return [t0, e0]") if reduce == "softmax" else GATE
-    plan = Plan(body, () if reduce is None else (reduce,), edges)
-    run_blocks(plan, g.rowptr, g.col, [i], [j], [e], [], out)
+    plan = Plan(body, (Part("edges") if reduce is None else Part("rows", (reduce,)),), edges)
+    run_blocks(plan, g.rowptr, g.col, [i], [j], [e], [], [out])
     operands = ([i.double()], [j.double()], [e.double()], [])
     if reduce == "softmax":
         rounding = 2.0**-23 * (i.abs().max() + j.abs().max()) if g.num_edges else 0

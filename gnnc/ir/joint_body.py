@@ -1,0 +1,56 @@
+"""Joint bodies: a body that computes the values of several, for one pass over the edges."""
+
+from typing import Any
+
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.body import GROUPS, body_text, body_values, parse_body
+from gnnc.ir.nodes import call_key
+
+BY_SOURCE = "by_source"
+"""Key of ``node.meta``: whether a body of a group goes over the transpose of the CSR of the others."""
+
+_KINDS = "".join(GROUPS)
+
+
+class JointBody:
+    """Body that computes the values of several bodies; equal computations are merged.
+
+    Attributes:
+        operands: the operands by destination, by source, by edge, and the constants.
+    """
+
+    def __init__(self) -> None:
+        self.operands: tuple[list[Node], ...] = ([], [], [], [])
+        self._graph = fx.Graph()
+        self._known: dict[Any, Node] = {}
+
+    def add(self, text: str, operands: tuple[Any, ...]) -> list[Node]:
+        """Add a body with its operands; return its values."""
+        copies: dict[Node, Node] = {}
+        for node in parse_body(text).graph.nodes:
+            if node.op == "placeholder":
+                kind = _KINDS.index(str(node.target)[0])
+                copies[node] = self._operand(kind, operands[kind][int(str(node.target)[1:])])
+            elif node.op == "call_function":
+                copies[node] = self._call(node, copies)
+        return [copies[value] for value in body_values(parse_body(text).graph)]
+
+    def _operand(self, kind: int, operand: Node) -> Node:
+        if (kind, operand) not in self._known:
+            self._known[kind, operand] = self._graph.placeholder(f"{_KINDS[kind]}{len(self.operands[kind])}")
+            self.operands[kind].append(operand)
+        return self._known[kind, operand]
+
+    def _call(self, node: Node, copies: dict[Node, Node]) -> Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        key = call_key(node.target, args, kwargs)
+        if key not in self._known:
+            self._known[key] = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        return self._known[key]
+
+    def text(self, results: list[Node]) -> str:
+        """Return the text of the body that returns ``results``."""
+        self._graph.output(results)
+        return body_text(self._graph)

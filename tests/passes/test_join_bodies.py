@@ -1,0 +1,149 @@
+"""Bodies of one set of edges become one pass over them, which gives what eager gives."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.utils import scatter
+
+import gnnc
+
+NODES, WIDTH, FEATURES = 60, 64, 5
+
+
+def _mlp(inputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+
+
+class EdgeStates(nn.Module):
+    """New edge states with a norm, and their sum by destination."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.norm = _mlp(2 * WIDTH + FEATURES), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, edge_index: Tensor, attr: Tensor) -> tuple[Tensor, Tensor]:
+        src, dst = edge_index
+        edges = self.norm(self.mlp(torch.cat([x[dst], x[src], attr], 1)))
+        return scatter(edges, dst, 0, x.shape[0], "sum"), edges
+
+
+class Equivariant(nn.Module):
+    """Two reductions by destination over one edge MLP."""
+
+    def __init__(self, reduce: str = "sum") -> None:
+        super().__init__()
+        self.reduce = reduce
+        self.mlp = _mlp(2 * WIDTH + 1)
+        self.move = nn.Sequential(nn.SiLU(), _mlp(WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        src, dst = edge_index
+        way = pos[dst] - pos[src]
+        message = self.mlp(torch.cat([x[dst], x[src], way.square().sum(1, keepdim=True)], 1))
+        moved = scatter(way * self.move(message), dst, 0, x.shape[0], "mean")
+        return scatter(message, dst, 0, x.shape[0], self.reduce), pos + moved
+
+
+class Chain(nn.Module):
+    """Two sums of which the second needs the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, edge_index: Tensor, attr: Tensor) -> Tensor:
+        src, dst = edge_index
+        first = scatter((x[src] + x[dst]).relu(), dst, 0, x.shape[0], "sum")
+        return scatter((first[src] + self.lin(x)[dst]).relu(), dst, 0, x.shape[0], "sum")
+
+
+def _graph(kind: str) -> Tensor:
+    torch.manual_seed(1)
+    if kind == "none":
+        return torch.zeros(2, 0, dtype=torch.long)
+    edge_index = torch.randint(NODES, (2, 700))
+    if kind == "hub":
+        edge_index[1, :500] = 3
+        edge_index[0, :300] = 7
+    return edge_index
+
+
+def _arguments(model: nn.Module, edge_index: Tensor) -> tuple[Tensor, ...]:
+    rows, width = (NODES, 3) if isinstance(model, Equivariant) else (edge_index.shape[1], FEATURES)
+    return torch.randn(NODES, WIDTH), edge_index, torch.randn(rows, width)
+
+
+def _groups(compiled: gnnc.CompiledModel) -> list[int]:
+    """Return the number of bodies that ``explain()`` names for each group."""
+    found = re.findall(r"(\d+) bodies are computed in one pass", compiled.explain())
+    return [int(count) for count in found]
+
+
+def _total(results: Tensor | tuple[Tensor, ...]) -> Tensor:
+    results = (results,) if isinstance(results, Tensor) else results
+    return sum((result.square().sum() for result in results), start=torch.zeros(()))
+
+
+@pytest.mark.parametrize("kind", ["plain", "hub", "none"])
+@pytest.mark.parametrize("make", [EdgeStates, Equivariant, partial(Equivariant, "max"), Chain])
+def test_a_joint_pass_gives_the_results_and_gradients_of_eager(
+    make: Callable[[], nn.Module], kind: str
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    given = _arguments(model, _graph(kind))
+    compiled = gnnc.compile(model, precision="fp32")
+    torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-4, atol=1e-4)
+    _total(model(*given)).backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    _total(compiled(*given)).backward()
+    for parameter, grad in zip(model.parameters(), wanted, strict=True):
+        scale = grad.abs().max().item()
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
+
+
+def test_two_bodies_that_share_little_stay_apart() -> None:
+    model = Equivariant()
+    compiled = gnnc.compile(model, precision="fp32")
+    with torch.no_grad():
+        compiled(*_arguments(model, _graph("plain")))
+    assert _groups(compiled) == []
+
+
+def test_an_extremum_and_its_comparisons_stay_with_one_kernel() -> None:
+    model = Equivariant("max")
+    compiled = gnnc.compile(model, precision="fp32")
+    x, edge_index, pos = _arguments(model, _graph("plain"))
+    compiled(x, edge_index, pos)[0].sum().backward()
+    assert _groups(compiled) == []
+
+
+def test_gradients_of_a_body_by_both_ends_and_over_all_edges_are_one_pass() -> None:
+    model = Equivariant()
+    compiled = gnnc.compile(model, precision="fp32")
+    x, edge_index, pos = _arguments(model, _graph("plain"))
+    _total(compiled(x, edge_index, pos)).backward()
+    assert max(_groups(compiled)) >= 6
+    backward = str(compiled).partition("def backward(")[2]
+    assert "with fused.bodies():" in backward and "rowptr_t" in backward
+
+
+def test_a_body_that_needs_the_result_of_another_stays_apart() -> None:
+    model = Chain()
+    compiled = gnnc.compile(model, precision="fp32")
+    with torch.no_grad():
+        compiled(*_arguments(model, _graph("plain")))
+    assert _groups(compiled) == []
+
+
+def test_the_reference_backend_keeps_bodies_apart() -> None:
+    model = Equivariant()
+    compiled = gnnc.compile(model, precision="fp32", backend="reference")
+    with torch.no_grad():
+        compiled(*_arguments(model, _graph("plain")))
+    assert _groups(compiled) == []
