@@ -5,6 +5,7 @@
 that the body sees, so that the gradients of blocks of edges add up.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from gnnc.errors import UnsupportedError
 from gnnc.ir.body import body_inputs, body_text, parse_body
-from gnnc.ir.nodes import aten_name, op_name, outputs_of
+from gnnc.ir.nodes import aten_name, op_name, outputs_of, unpack
 from gnnc.torch_private import OpOverload, schema, trace_sizes
 
 _ALIASES = ("alias.default", "detach.default", "lift_fresh_copy.default")
@@ -94,7 +95,7 @@ def _traced(
         given = dict(zip([operand.name for operand in operands], tensors, strict=True))
         with torch.enable_grad():
             leaves = {name: given[name].detach().requires_grad_() for name in wanted}
-            found = parse_body(body)(*[leaves.get(name, given[name]) for name in body_inputs(body)])
+            found = _differentiable(body)(*[leaves.get(name, given[name]) for name in body_inputs(body)])
         values = _for_every_edge(found, edges)
         pairs = zip(values, cotangents([value.detach() for value in values], given), strict=True)
         roots = [(value, grad.to(value.dtype)) for value, grad in pairs if value.requires_grad]
@@ -110,6 +111,50 @@ def _traced(
     _Cleaner(graph, edges).run()
     found = dict(zip(wanted, outputs_of(graph), strict=True))
     return {name: _single(graph, value) for name, value in found.items() if value is not None}
+
+
+def _differentiable(body: str) -> GraphModule:
+    """Return a body whose ops have gradients of one result each, which another body can hold."""
+    parsed = copy.deepcopy(parse_body(body))
+    for target, (function, names) in _SPELLED_OUT.items():
+        for node in parsed.graph.find_nodes(op="call_function", target=target):
+            node.target, node.args, node.kwargs = function, unpack(node, *names), {}
+    parsed.recompile()
+    return parsed
+
+
+def _layer_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Return the layer norm of x; that of ATen keeps the statistics as further results."""
+    dims = list(range(-len(shape), 0))
+    centered = x - x.mean(dims, keepdim=True)
+    normed = centered * (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
+    normed = normed if weight is None else normed * weight
+    return normed if bias is None else normed + bias
+
+
+def _prelu(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x where it is positive, else its product with the weight of its channel."""
+    if weight.dim() == 1 and x.dim() > 1:
+        weight = weight.reshape(-1, *[1] * (x.dim() - 2))
+    return torch.where(x > 0, x, weight * x)
+
+
+def _log_sigmoid(x: Tensor) -> Tensor:
+    return -torch.nn.functional.softplus(-x)
+
+
+_SPELLED_OUT = {
+    torch.ops.aten.layer_norm.default: (
+        _layer_norm,
+        ("input", "normalized_shape", "weight", "bias", "eps"),
+    ),
+    torch.ops.aten.prelu.default: (_prelu, ("self", "weight")),
+    torch.ops.aten._prelu_kernel.default: (_prelu, ("self", "weight")),
+    torch.ops.aten.log_sigmoid.default: (_log_sigmoid, ("self",)),
+}
+"""Ops whose gradient in ATen is one op of several results, each with a function of ops that have one."""
 
 
 def _edge_count(operands: tuple[Operand, ...]) -> int:
@@ -165,9 +210,10 @@ class _Cleaner:
 
     def _clean(self, node: Node) -> None:
         if not isinstance(node.target, OpOverload):
-            if node.target is not operator.getitem:
-                raise UnsupportedError(f"[gnnc.vjp] the gradient of a body calls {node.target}")
-            return
+            called = node.args[0] if node.target is operator.getitem else node
+            raise UnsupportedError(
+                f"[gnnc.vjp] the gradient of a body calls {called.target}, of several results"
+            )
         kept = ("device", "layout", "pin_memory", "memory_format")
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in kept and v is not None}
         if aten_name(node) in _VIEWS:  # of a copy whose memory format is dropped here

@@ -1,0 +1,87 @@
+"""Networks of the edges: gradients through the norms and activations that a message may hold."""
+
+import pytest
+import torch
+from slow import slow_but
+from torch import Tensor, nn
+from traced import relative_error
+
+import gnnc
+
+WIDTH, NODES, EDGES = 16, 60, 300
+STEPS = {
+    "prelu": lambda: nn.PReLU(),
+    "prelu of channels": lambda: nn.PReLU(WIDTH),
+    "layer norm": lambda: nn.LayerNorm(WIDTH),
+    "layer norm without weight": lambda: nn.LayerNorm(WIDTH, elementwise_affine=False),
+    "group norm": lambda: nn.GroupNorm(4, WIDTH),
+    "rms norm": lambda: nn.RMSNorm(WIDTH),
+    "softmax": lambda: nn.Softmax(-1),
+    "log sigmoid": lambda: nn.LogSigmoid(),
+    "gelu": lambda: nn.GELU(),
+    "mish": lambda: nn.Mish(),
+    "hardswish": lambda: nn.Hardswish(),
+}
+
+
+class Message(nn.Module):
+    """A sum of messages, which are a network of both ends with a step between its products."""
+
+    def __init__(self, step: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), step, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        src, dst = edge_index
+        return torch.zeros_like(x).index_add(0, dst, self.net(torch.cat([x[dst], x[src]], 1)))
+
+
+def mlp(inputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+
+
+class MeshBlock(nn.Module):
+    """A block of a mesh network: new edges of both ends, new nodes of the sum of their edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges, self.nodes = mlp(3 * WIDTH), mlp(2 * WIDTH)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+        src, dst = edge_index
+        edges = edges + self.edges(torch.cat([x[dst], x[src], edges], 1))
+        total = torch.zeros_like(x).index_add(0, dst, edges)
+        return x + self.nodes(torch.cat([x, total], 1)), edges
+
+
+class MeshNetwork(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MeshBlock(), MeshBlock()
+
+    def forward(self, x: Tensor, edge_index: Tensor, edges: Tensor) -> Tensor:
+        x, edges = self.first(x, edge_index, edges)
+        return self.second(x, edge_index, edges)[0]
+
+
+def check(model: nn.Module, *args: Tensor) -> None:
+    """Check that the gradients of all parameters are those of eager."""
+    gradients = []
+    for forward in (model, gnnc.compile(model, "fp32")):
+        loss = forward(*args).square().sum()
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    for expected, found in zip(*gradients, strict=True):
+        assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", slow_but(("prelu", "layer norm", "log sigmoid"), list(STEPS)))
+def test_gradients_through_a_step_of_a_message(name: str) -> None:
+    check(Message(STEPS[name]()), torch.randn(NODES, WIDTH), torch.randint(NODES, (2, EDGES)))
+
+
+@pytest.mark.parametrize("wants_edges", [False, True])
+def test_a_mesh_network_trains(wants_edges: bool) -> None:
+    edges = torch.randn(EDGES, WIDTH, requires_grad=wants_edges)
+    check(MeshNetwork(), torch.randn(NODES, WIDTH), torch.randint(NODES, (2, EDGES)), edges)
