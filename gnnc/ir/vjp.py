@@ -114,7 +114,7 @@ def _traced(
 
 
 def _differentiable(body: str) -> GraphModule:
-    """Return a body whose ops have gradients of one result each, which another body can hold."""
+    """Return a body whose ops have gradients of one result each: kernels of bodies compute those."""
     parsed = copy.deepcopy(parse_body(body))
     for target, (function, names) in _SPELLED_OUT.items():
         for node in parsed.graph.find_nodes(op="call_function", target=target):
@@ -210,10 +210,9 @@ class _Cleaner:
 
     def _clean(self, node: Node) -> None:
         if not isinstance(node.target, OpOverload):
-            called = node.args[0] if node.target is operator.getitem else node
-            raise UnsupportedError(
-                f"[gnnc.vjp] the gradient of a body calls {called.target}, of several results"
-            )
+            if node.target is not operator.getitem:
+                raise UnsupportedError(f"[gnnc.vjp] the gradient of a body calls {node.target}")
+            return
         kept = ("device", "layout", "pin_memory", "memory_format")
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in kept and v is not None}
         if aten_name(node) in _VIEWS:  # of a copy whose memory format is dropped here
