@@ -8,6 +8,7 @@ trace would take such a coincidence for a rule.
 import contextlib
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ from gnnc.ir.nodes import outputs_of
 from gnnc.ir.source import Source
 from gnnc.torch_private import HigherOrderOperator, LazyGraphModule, pytree, rename
 
+_TO_INTEGER = (round, math.trunc, math.floor, math.ceil)
 _KINDS = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",
@@ -374,6 +376,7 @@ def _lifted(
     """Return the program's graph with sources on its placeholders, user outputs before mutations."""
     graph_module = program.graph_module
     _refuse_subgraphs(graph_module, model)
+    _refuse_rounded_numbers(graph_module, model)
     refuse_unregistered(model, _read_weights(program, model), _PREFIX)
     _make_tensors_of_numbers(graph_module)
     _annotate_inputs(program, call)
@@ -393,6 +396,20 @@ def _refuse_subgraphs(graph_module: GraphModule, model: torch.nn.Module) -> None
                 f"[{type(model).__name__}] forward calls torch's {node.target.name()}, which runs functions "
                 "of its own, and a compiled model runs straight through. Way out: compute both branches and "
                 "choose with torch.where, unroll the loop in Python, or compile the submodules around it"
+            )
+
+
+def _refuse_rounded_numbers(graph_module: GraphModule, model: torch.nn.Module) -> None:
+    """Refuse ints that forward makes of floats which it reads from tensors, as ``round(t.item())``."""
+    for node in graph_module.graph.nodes:
+        operand = node.args[0] if node.target in _TO_INTEGER and node.args else None
+        value = operand.meta.get("val") if isinstance(operand, Node) else None
+        symbols = value.node.expr.free_symbols if isinstance(value, torch.SymFloat) else ()
+        if any(symbol.name.startswith("zuf") for symbol in symbols):
+            raise CaptureError(
+                f"[{type(model).__name__}] forward makes an int ({node.target.__name__}) of a float that it "
+                "reads from a tensor. Way out: round the tensor instead (t.round(), t.floor(), t.long()), "
+                "and compute with tensors"
             )
 
 

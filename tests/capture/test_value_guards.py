@@ -1,5 +1,6 @@
 """Models that ask about values of tensors: one program for each answer, and none is stale."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -245,3 +246,29 @@ def test_ids_that_do_not_fit_the_first_answer_have_their_program(make: Callable[
     for last in (3, 9, 3):
         ids = torch.tensor([0, 1, 2, last])
         torch.testing.assert_close(compiled(x, ids), model(x, ids))
+
+
+class Scaled(nn.Module):
+    """A product with a number that is made of the sum of the rows."""
+
+    def __init__(self, number: Callable[[float], float]) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.number(x.sum().item())
+
+
+@pytest.mark.parametrize("number", [round, lambda v: int(v * 10), lambda v: v // 1, math.ceil])
+def test_an_int_of_a_float_that_a_tensor_holds_is_refused_by_name(number: Callable[[float], float]) -> None:
+    with pytest.raises(gnnc.CaptureError, match="an int .* of a float that it reads from a tensor"):
+        gnnc.compile(Scaled(number), "fp32")(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("number", [abs, lambda v: v * 2 - 1])
+def test_floats_that_a_tensor_holds_are_numbers_of_each_call(number: Callable[[float], float]) -> None:
+    model = Scaled(number)
+    compiled = gnnc.compile(model, "fp32")
+    for value in (1.5, -3.25):
+        x = torch.full((4, 3), value)
+        torch.testing.assert_close(compiled(x), model(x))
