@@ -140,15 +140,25 @@ class _Rewrite:
         self.values: dict[Node, Node] = {}
 
     def run(self) -> None:
+        self._find_sizes()
         for node in list(self.graph.nodes):
-            if isinstance(node.meta.get("val"), torch.SymInt):
-                self.sizes.add(node)
             if node in self.dims:
                 self.values[node] = call_on_rows(node, self.dims[node], self.layout, self)
         for node, value in self.values.items():
             dim = self.dims[node]
             node.replace_all_uses_with(value if dim == 0 else self.layout.back(value, node, dim, self))
         self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+
+    def _find_sizes(self) -> None:
+        """Read each size off a value that stays: that of a replaced value would depend on its replacement."""
+        for node in list(self.graph.nodes):
+            if node in self.dims or not self.dims.keys().isdisjoint(node.all_input_nodes):
+                continue
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                node.replace_all_uses_with(self.sizes.add(node))
+            elif holds_tensor(node):
+                for dim in range(len(shape_of(node))):
+                    self.sizes.of(node, dim)
 
     def with_rows(self, node: Node, dim: int) -> Node:
         """Return a tensor with rows for its dimension ``dim``."""

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import all_ones, same_size, shape_of, value_of
+from gnnc.ir.nodes import all_ones, aten_name, holds_tensor, is_pointwise, same_size, shape_of, value_of
+from gnnc.passes.edges.rowwise import as_gather, row_inputs
 from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes
 
 aten = torch.ops.aten
@@ -152,22 +154,56 @@ class BatchesAsRows:
             return operand
         if missing == 0 and self.keeps(operand, own, node, dim) and _same(operand, node, dim):
             return values.with_rows(operand, dim)
-        trailing = _sizes(operand, values)[own + 1 :]
         if all_ones(shape_of(operand)[: own + 1]):
+            trailing = _sizes(operand, values)[own + 1 :]
             return _call(values, operand, aten.reshape.default, operand, [1, *trailing])
-        expanded = [*_sizes(node, values)[: dim + 1], *trailing]
-        repeated = _call(values, operand, aten.expand.default, operand, expanded)
-        return _call(values, operand, aten.reshape.default, repeated, self.shape(expanded, dim, values))
+        batch = _sizes(node, values)[:dim]
+        return _repeated(operand, batch, values) if own == 0 else _expanded(operand, own, batch, values)
 
     def index(self, index: Node, table: Node, dim: int, values: Values) -> Node:
         """See ``RowLayout``."""
         *batch, rows = _sizes(table, values)[: dim + 1]
-        options = {"device": value_of(index).device}
-        items = _call(values, index, aten.arange.default, _product(batch, values), **options)
-        begins = _call(values, index, aten.mul.Tensor, items, rows)
-        column = _call(values, index, aten.reshape.default, begins, [-1, 1])
-        together = _call(values, index, aten.add.Tensor, column, index)
-        return _call(values, index, aten.reshape.default, together, [-1])
+        return _repeated_index(index, batch, rows, values)
+
+
+def _repeated(operand: Node, batch: list[Any], values: Values) -> Node:
+    """Return the rows of an operand once for each item of a batch.
+
+    Gathers read repeated tables, so that ``raise`` still finds what an edge value has of either end.
+    """
+    gather, name = as_gather(operand), aten_name(operand)
+    if gather is not None:
+        index = _repeated_index(gather.index, batch, values.sizes.of(gather.table, 0), values)
+        table = _repeated(gather.table, batch, values)
+        return _call(values, operand, aten.index_select.default, table, 0, index)
+    inputs = row_inputs(operand) or ()
+    if name in ("reshape.default", "unsqueeze.default") and inputs:
+        _, *trailing = _sizes(operand, values)
+        rows = _repeated(inputs[0], batch, values)
+        return _call(values, operand, aten.reshape.default, rows, [values.sizes.of(rows, 0), *trailing])
+    if is_pointwise(operand) and len(inputs) == sum(map(holds_tensor, operand.all_input_nodes)):
+        repeated = {arg: _repeated(arg, batch, values) for arg in inputs}
+        args, kwargs = fx.map_arg((operand.args, operand.kwargs), lambda arg: repeated.get(arg, arg))
+        return _call(values, operand, operand.target, *args, **kwargs)
+    return _expanded(operand, 0, batch, values)
+
+
+def _expanded(operand: Node, own: int, batch: list[Any], values: Values) -> Node:
+    """Return rows ``[batch * n, ...]`` of an operand whose dimension ``own`` has size n, by an expansion."""
+    sizes = _sizes(operand, values)
+    repeated = _call(values, operand, aten.expand.default, operand, [*batch, *sizes[own:]])
+    rows = _product([*batch, sizes[own]], values)
+    return _call(values, operand, aten.reshape.default, repeated, [rows, *sizes[own + 1 :]])
+
+
+def _repeated_index(index: Node, batch: list[Any], rows: Any, values: Values) -> Node:
+    """Return a vector of indices of rows once for each item of a batch, into ``[batch * rows, ...]``."""
+    options = {"device": value_of(index).device}
+    items = _call(values, index, aten.arange.default, _product(batch, values), **options)
+    begins = _call(values, index, aten.mul.Tensor, items, rows)
+    column = _call(values, index, aten.reshape.default, begins, [-1, 1])
+    together = _call(values, index, aten.add.Tensor, column, index)
+    return _call(values, index, aten.reshape.default, together, [-1])
 
 
 def _in_front(items: list[Any], dim: int) -> list[Any]:

@@ -266,3 +266,25 @@ def test_stacks_of_weights_become_one_product(golden: Callable[[str], None]) -> 
 
 def test_a_batch_golden(golden: Callable[[str], None]) -> None:
     golden(format_graph(rewritten(WeightedSum().eval(), batched(2), edge_list(), torch.rand(EDGES + 2))))
+
+
+def test_factors_of_the_nodes_leave_the_edges_of_a_batch() -> None:
+    compiled = gnnc.compile(pyg.GCNConv(WIDTH, 8).eval(), "fp32")
+    with torch.no_grad():
+        compiled(batched(4), edge_list())
+    assert "edge weights separate: node scales leave the kernel" in compiled.explain()
+
+
+class SizeBehindTheMessage(nn.Module):
+    """A model that asks for the number of edges of its messages, which the pass replaces."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        src, dst = edge_index[:, edge_index[0] != edge_index[1]]
+        m = x.index_select(1, src) * torch.ones(src.shape[0], 1)
+        total = torch.zeros_like(x).index_add(1, dst, m)
+        return total / m.size(1)
+
+
+def test_sizes_are_read_off_values_that_stay() -> None:
+    model, x, edge_index = SizeBehindTheMessage().eval(), batched(3), edge_list()
+    torch.testing.assert_close(gnnc.compile(model, "fp32")(x, edge_index), model(x, edge_index))
