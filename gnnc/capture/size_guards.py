@@ -142,10 +142,11 @@ def _renamed(condition: sympy.Basic, symbols: Mapping[Any, Any]) -> sympy.Basic:
         return condition
     if isinstance(condition, BooleanFunction):
         return condition.func(*(_renamed(part, symbols) for part in condition.args))
+    relation: Any = condition.func
     sides = [side.xreplace(symbols) for side in condition.args]
     if len(set(sides)) < len(sides):
-        return condition.func(*sides)
-    return _renamed(condition.func(*sides, evaluate=False), symbols)
+        return relation(*sides)
+    return _renamed(relation(*sides, evaluate=False), symbols)
 
 
 def _is_of_strides(guard: Any) -> bool:
