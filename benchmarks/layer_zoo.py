@@ -1,31 +1,18 @@
 """Layers that ``benchmarks/layers.py`` times, with their arguments and the products that they need."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch_geometric.utils import scatter
 
-WIDTH, FEATURES, RELATIONS = 64, 16, 4
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-
-class MeshBlock(nn.Module):
-    """Block of a MeshGraphNet: new edge states from both ends, new node states from their sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.edge_mlp = nn.Sequential(*_mlp(3 * WIDTH), nn.LayerNorm(WIDTH))
-        self.node_mlp = nn.Sequential(*_mlp(2 * WIDTH), nn.LayerNorm(WIDTH))
-
-    def forward(self, x: Tensor, edge_index: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new states of nodes and edges."""
-        src, dst = edge_index
-        edges = edges + self.edge_mlp(torch.cat([x[dst], x[src], edges], 1))
-        total = scatter(edges, dst, dim=0, dim_size=x.shape[0], reduce="sum")
-        return x + self.node_mlp(torch.cat([x, total], 1)), edges
+from edge_layers import FEATURES, RELATIONS, WIDTH, MeshBlock, attention, mlp, pna
 
 
 class MeshNetwork(nn.Module):
@@ -49,9 +36,9 @@ class EGNNBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.edge_mlp = nn.Sequential(*_mlp(2 * WIDTH + 1, nn.SiLU), nn.SiLU())
+        self.edge_mlp = nn.Sequential(*mlp(2 * WIDTH + 1, activation=nn.SiLU), nn.SiLU())
         self.move = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1, bias=False))
-        self.node_mlp = _mlp(2 * WIDTH, nn.SiLU)
+        self.node_mlp = mlp(2 * WIDTH, activation=nn.SiLU)
 
     def forward(self, x: Tensor, pos: Tensor, edge_index: Tensor) -> Tensor:
         """Return the new features and positions, side by side."""
@@ -64,19 +51,6 @@ class EGNNBlock(nn.Module):
         return torch.cat([x + self.node_mlp(torch.cat([x, total], 1)), pos + moved], 1)
 
 
-def _mlp(inputs: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, WIDTH), activation(), nn.Linear(WIDTH, WIDTH))
-
-
-def _pna() -> nn.Module:
-    scalers = ["identity", "amplification", "attenuation"]
-    return pyg.PNAConv(WIDTH, WIDTH, ["mean", "min", "max", "std"], scalers, torch.ones(40, dtype=torch.long))
-
-
-def _attention(conv: Any, heads: int, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: conv(WIDTH, WIDTH // heads, heads=heads, **options)
-
-
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Layer, what it takes, and what it has to compute.
@@ -85,7 +59,7 @@ class Layer:
         make: makes it.
         takes: the arguments behind x: the edges alone, or features, types or positions, too.
         node: thousands of multiplications and additions a node needs; 0 where they are not counted.
-        edge: those of an edge: what the ends decide alone is a node's.
+        edge: thousands that an edge needs; what is computed of one end alone counts for its node.
     """
 
     make: Callable[[], nn.Module]
@@ -101,30 +75,30 @@ _F = 2 * FEATURES * WIDTH / 1000
 
 LAYERS = {
     "sum": Layer(pyg.SimpleConv, edge=0.06),
-    "PNA": Layer(_pna, node=2 * _P + 13 * _P + _P, edge=0.4),
+    "PNA": Layer(pna, node=2 * _P + 13 * _P + _P, edge=0.4),
     "CG": Layer(lambda: pyg.CGConv(WIDTH, dim=FEATURES), "attr", node=4 * _P, edge=2 * _F + 1.3),
-    "EdgeConv": Layer(lambda: pyg.EdgeConv(_mlp(2 * WIDTH)), node=2 * _P, edge=_P + 0.2),
-    "PointNet": Layer(lambda: pyg.PointNetConv(_mlp(WIDTH + 3), add_self_loops=False), "pos"),
+    "EdgeConv": Layer(lambda: pyg.EdgeConv(mlp(2 * WIDTH)), node=2 * _P, edge=_P + 0.2),
+    "PointNet": Layer(lambda: pyg.PointNetConv(mlp(WIDTH + 3), add_self_loops=False), "pos"),
     "NN": Layer(lambda: pyg.NNConv(8, 8, nn.Linear(FEATURES, 64)), "narrow attr"),
     "GEN": Layer(lambda: pyg.GENConv(WIDTH, WIDTH, aggr="softmax", learn_t=True), node=4 * _P, edge=1.3),
     "ARMA": Layer(lambda: pyg.ARMAConv(WIDTH, WIDTH, num_stacks=2, num_layers=2)),
-    "GINE": Layer(lambda: pyg.GINEConv(_mlp(WIDTH), edge_dim=FEATURES), "attr", node=2 * _P, edge=_F + 0.2),
+    "GINE": Layer(lambda: pyg.GINEConv(mlp(WIDTH), edge_dim=FEATURES), "attr", node=2 * _P, edge=_F + 0.2),
     "FeaSt": Layer(lambda: pyg.FeaStConv(WIDTH, WIDTH, heads=3)),
     "Transformer edges 4x16": Layer(
-        _attention(pyg.TransformerConv, 4, edge_dim=FEATURES), "attr", node=4 * _P, edge=_F + 0.4
+        attention(pyg.TransformerConv, 4, edge_dim=FEATURES), "attr", node=4 * _P, edge=_F + 0.4
     ),
     "GMM": Layer(lambda: pyg.GMMConv(WIDTH, WIDTH, dim=2, kernel_size=3), "pseudo"),
     "GATv2 edges 4x16": Layer(
-        _attention(pyg.GATv2Conv, 4, edge_dim=FEATURES, add_self_loops=False),
+        attention(pyg.GATv2Conv, 4, edge_dim=FEATURES, add_self_loops=False),
         "attr",
         node=2 * _P,
         edge=_F + 0.4,
     ),
-    "GAT edges 4x16": Layer(_attention(pyg.GATConv, 4, edge_dim=FEATURES, add_self_loops=False), "attr"),
-    "GATv2 2x32": Layer(_attention(pyg.GATv2Conv, 2), node=2 * _P, edge=0.4),
-    "GATv2 4x16": Layer(_attention(pyg.GATv2Conv, 4), node=2 * _P, edge=0.4),
-    "Transformer 1x64": Layer(_attention(pyg.TransformerConv, 1), node=4 * _P, edge=0.3),
-    "Transformer 2x32": Layer(_attention(pyg.TransformerConv, 2), node=4 * _P, edge=0.3),
+    "GAT edges 4x16": Layer(attention(pyg.GATConv, 4, edge_dim=FEATURES, add_self_loops=False), "attr"),
+    "GATv2 2x32": Layer(attention(pyg.GATv2Conv, 2), node=2 * _P, edge=0.4),
+    "GATv2 4x16": Layer(attention(pyg.GATv2Conv, 4), node=2 * _P, edge=0.4),
+    "Transformer 1x64": Layer(attention(pyg.TransformerConv, 1), node=4 * _P, edge=0.3),
+    "Transformer 2x32": Layer(attention(pyg.TransformerConv, 2), node=4 * _P, edge=0.3),
     "RGCN": Layer(lambda: pyg.RGCNConv(WIDTH, WIDTH, RELATIONS), "type"),
     "RGAT": Layer(lambda: pyg.RGATConv(WIDTH, WIDTH, RELATIONS), "type"),
     "PDN": Layer(lambda: pyg.PDNConv(WIDTH, WIDTH, FEATURES, 8), "attr"),
@@ -134,9 +108,9 @@ LAYERS = {
     "General": Layer(lambda: pyg.GeneralConv(WIDTH, WIDTH)),
     "MixHop": Layer(lambda: pyg.MixHopConv(WIDTH, WIDTH, powers=[0, 1, 2])),
     "GCN": Layer(lambda: pyg.GCNConv(WIDTH, WIDTH)),
-    "GIN": Layer(lambda: pyg.GINConv(_mlp(WIDTH))),
+    "GIN": Layer(lambda: pyg.GINConv(mlp(WIDTH))),
     "SAGE": Layer(lambda: pyg.SAGEConv(WIDTH, WIDTH)),
-    "GAT 4x16": Layer(_attention(pyg.GATConv, 4)),
+    "GAT 4x16": Layer(attention(pyg.GATConv, 4)),
     "mesh network": Layer(MeshNetwork, "attr", node=2 * 5 * _P, edge=2 * (2 * _P + 1) + _F),
     "EGNN": Layer(EGNNBlock, "pos", node=5 * _P, edge=2 * _P + 2.2),
 }

@@ -17,7 +17,8 @@ def mlp(inputs: int, out: int = WIDTH, activation: type[nn.Module] = nn.ReLU) ->
     return nn.Sequential(nn.Linear(inputs, WIDTH), activation(), nn.Linear(WIDTH, out))
 
 
-def _pna() -> nn.Module:
+def pna() -> nn.Module:
+    """Return PNA with four aggregators and three scalers."""
     scalers = ["identity", "amplification", "attenuation"]
     return pyg.PNAConv(WIDTH, WIDTH, ["mean", "min", "max", "std"], scalers, torch.ones(40, dtype=torch.long))
 
@@ -137,17 +138,18 @@ class EdgeLayer:
 _ATTR = ("edge_index", "edge_attr")
 
 
-def _heads(conv: Any, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: conv(WIDTH, WIDTH // HEADS, heads=HEADS, **options)
+def attention(conv: Any, heads: int, **options: Any) -> Callable[[], nn.Module]:
+    """Return a function that makes a layer of attention, as wide as its input."""
+    return lambda: conv(WIDTH, WIDTH // heads, heads=heads, **options)
 
 
 EDGE_LAYERS: dict[str, EdgeLayer] = {
-    "GATv2": EdgeLayer(_heads(pyg.GATv2Conv)),
-    "Transformer + edges": EdgeLayer(_heads(pyg.TransformerConv, edge_dim=FEATURES), _ATTR),
+    "GATv2": EdgeLayer(attention(pyg.GATv2Conv, HEADS)),
+    "Transformer + edges": EdgeLayer(attention(pyg.TransformerConv, HEADS, edge_dim=FEATURES), _ATTR),
     "GINE": EdgeLayer(lambda: pyg.GINEConv(mlp(WIDTH), edge_dim=FEATURES), _ATTR),
     "EdgeConv": EdgeLayer(lambda: pyg.EdgeConv(mlp(2 * WIDTH))),
     "CG": EdgeLayer(lambda: pyg.CGConv(WIDTH, dim=FEATURES), _ATTR),
-    "PNA": EdgeLayer(_pna),
+    "PNA": EdgeLayer(pna),
     "MeshGraphNet": EdgeLayer(MeshGraphNet, _ATTR),
     "EGNN": EdgeLayer(EgnnBlock, ("pos", *_ATTR)),
     "GVP": EdgeLayer(GvpLayer, ("vectors", "pos", *_ATTR)),

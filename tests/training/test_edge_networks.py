@@ -1,5 +1,6 @@
 """Networks of the edges: gradients through the norms and activations that a message may hold."""
 
+import edge_layers
 import pytest
 import torch
 from slow import slow_but
@@ -36,36 +37,6 @@ class Message(nn.Module):
         return torch.zeros_like(x).index_add(0, dst, self.net(torch.cat([x[dst], x[src]], 1)))
 
 
-def mlp(inputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-
-
-class MeshBlock(nn.Module):
-    """A block of a mesh network: new edges of both ends, new nodes of the sum of their edges."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.edges, self.nodes = mlp(3 * WIDTH), mlp(2 * WIDTH)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-        src, dst = edge_index
-        edges = edges + self.edges(torch.cat([x[dst], x[src], edges], 1))
-        total = torch.zeros_like(x).index_add(0, dst, edges)
-        return x + self.nodes(torch.cat([x, total], 1)), edges
-
-
-class MeshNetwork(nn.Module):
-    """Two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = MeshBlock(), MeshBlock()
-
-    def forward(self, x: Tensor, edge_index: Tensor, edges: Tensor) -> Tensor:
-        x, edges = self.first(x, edge_index, edges)
-        return self.second(x, edge_index, edges)[0]
-
-
 def check(model: nn.Module, *args: Tensor) -> None:
     """Check that the gradients of all parameters are those of eager."""
     gradients = []
@@ -83,5 +54,6 @@ def test_gradients_through_a_step_of_a_message(name: str) -> None:
 
 @pytest.mark.parametrize("wants_edges", [False, True])
 def test_a_mesh_network_trains(wants_edges: bool) -> None:
-    edges = torch.randn(EDGES, WIDTH, requires_grad=wants_edges)
-    check(MeshNetwork(), torch.randn(NODES, WIDTH), torch.randint(NODES, (2, EDGES)), edges)
+    edges = torch.randn(EDGES, edge_layers.FEATURES, requires_grad=wants_edges)
+    x = torch.randn(NODES, edge_layers.WIDTH)
+    check(edge_layers.MeshGraphNet(), x, torch.randint(NODES, (2, EDGES)), edges)
