@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._C._dynamo import guards
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, register_backend
@@ -82,7 +81,6 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch._C._len_torch_dispatch_stack",
         "torch._C._storage_Use_Count",
         "torch._convert_indices_from_coo_to_csr",
-        "torch._decomp.get_decompositions",
         "torch._dispatch.python.enable_python_dispatcher",
         "torch._dynamo.config",
         "torch._dynamo.register_backend",
@@ -268,18 +266,9 @@ def trace_symbolic(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
     )
 
 
-def trace_sizes(
-    function: Callable[..., Any], arguments: Sequence[Any], composed: Sequence[OpOverload] = ()
-) -> Graph:
-    """Return the graph of a function of tensors, whose sizes are the numbers that the tensors have.
-
-    Args:
-        function: the function.
-        arguments: its arguments.
-        composed: ops that the graph holds the decomposition of.
-    """
-    table = get_decompositions(list(composed))
-    return proxy_tensor.make_fx(function, decomposition_table=table)(*arguments).graph
+def trace_sizes(function: Callable[..., Any], arguments: Sequence[Any]) -> Graph:
+    """Return the graph of a function of tensors, whose sizes are the numbers that the tensors have."""
+    return proxy_tensor.make_fx(function)(*arguments).graph
 
 
 def schema(op: OpOverload) -> Any:

@@ -26,8 +26,6 @@ _ALIASES = ("alias.default", "detach.default", "lift_fresh_copy.default")
 _VIEWS = ("view.default", "_unsafe_view.default")
 _RESHAPES = ("view.default", "_unsafe_view.default", "reshape.default", "expand.default")
 _FACTORIES = ("full", "zeros", "ones", "scalar_tensor", "empty", "new_full", "new_zeros", "new_ones")
-_SUM_AND_MAP = (torch.ops.aten.native_layer_norm_backward.default,)
-"""Ops with a value for each edge and a sum over all edges among their results: no part of a body is both."""
 _EDGE_COUNTS = (7919, 6271, 5381, 4273)
 """Primes of which one stands for the number of edges while a gradient is traced."""
 
@@ -105,7 +103,7 @@ def _traced(
         inputs = list(leaves.values())
         return list(torch.autograd.grad(results, inputs, grads, create_graph=create_graph, allow_unused=True))
 
-    graph = trace_sizes(gradients, [operand.stand_in(edges) for operand in operands], _SUM_AND_MAP)
+    graph = trace_sizes(gradients, [operand.stand_in(edges) for operand in operands])
     for node, operand in zip(graph.find_nodes(op="placeholder"), operands, strict=True):
         node.target = operand.name
     _Cleaner(graph, edges).run()
