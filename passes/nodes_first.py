@@ -106,7 +106,14 @@ def _sources(node: Node, dim: int, layout: RowLayout) -> dict[Node, int] | None:
     same = {arg: own for arg, own in sources.items() if layout.keeps(arg, own, node, dim)}
     if is_elementwise(node):
         return same or None
-    return same if len(same) == len(sources) and layout.allows(node, dim, operand_dims) else None
+    batch_stays = not layout.merges_batch or all(_passes_in_place(node, k) for k in range(dim))
+    return same if len(same) == len(sources) and batch_stays else None
+
+
+def _passes_in_place(node: Node, dim: int) -> bool:
+    """Return whether a dimension passes through from the same dimension of all operands."""
+    sources = operand_dims(node, dim)
+    return sources is not None and all(own == dim for own in sources.values())
 
 
 def _dims_in_user(node: Node, dim: int, user: Node, layout: RowLayout) -> Iterator[int]:

@@ -75,7 +75,7 @@ def is_elementwise(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _OnRows:
-    """One op to insert again, with rows for a dimension of its result."""
+    """Op of a graph that is inserted again, with rows for a dimension of its result."""
 
     node: Node
     dim: int

@@ -7,8 +7,7 @@ one of two ways: ``NodesInFront`` gives ``[nodes, batch, features]``, with the b
 
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import fx
@@ -32,12 +31,14 @@ class Values(Protocol):
         ...
 
 
-OperandDims = Callable[[Node, int], dict[Node, int] | None]
-"""Function that returns the operands that a dimension passes through from, by which of theirs it is."""
-
-
 class RowLayout(Protocol):
-    """Order of the dimensions in which a tensor has rows for the entries of its dimension ``dim``."""
+    """Order of the dimensions in which a tensor has rows for the entries of its dimension ``dim``.
+
+    Attributes:
+        merges_batch: whether the dimensions before ``dim`` become part of that of rows.
+    """
+
+    merges_batch: ClassVar[bool]
 
     def place(self, other: int, dim: int) -> int:
         """Return which dimension another one becomes."""
@@ -49,10 +50,6 @@ class RowLayout(Protocol):
 
     def keeps(self, source: Node, own: int, node: Node, dim: int) -> bool:
         """Return whether an operand has the rows of ``node``, for its dimension ``own``."""
-        ...
-
-    def allows(self, node: Node, dim: int, operand_dims: OperandDims) -> bool:
-        """Return whether the other dimensions that rows are made of pass through the op of ``node``, too."""
         ...
 
     def convert(self, node: Node, dim: int, values: Values) -> Node:
@@ -75,6 +72,8 @@ class RowLayout(Protocol):
 class NodesInFront:
     """Layout ``[nodes, batch, features]``: the dimension moves to the front."""
 
+    merges_batch: ClassVar[bool] = False
+
     def place(self, other: int, dim: int) -> int:
         """See ``RowLayout``."""
         return 0 if other == dim else other + (other < dim)
@@ -84,10 +83,6 @@ class NodesInFront:
         return _in_front(sizes, dim)
 
     def keeps(self, source: Node, own: int, node: Node, dim: int) -> bool:
-        """See ``RowLayout``."""
-        return True
-
-    def allows(self, node: Node, dim: int, operand_dims: OperandDims) -> bool:
         """See ``RowLayout``."""
         return True
 
@@ -119,6 +114,8 @@ class NodesInFront:
 class BatchesAsRows:
     """Layout ``[batch * nodes, features]``: a row for each node of each item."""
 
+    merges_batch: ClassVar[bool] = True
+
     def place(self, other: int, dim: int) -> int:
         """See ``RowLayout``."""
         return max(other - dim, 0)
@@ -131,11 +128,6 @@ class BatchesAsRows:
         """See ``RowLayout``."""
         leading = zip(shape_of(source)[:dim], shape_of(node)[:dim], strict=False)
         return own == dim and all(same_size(a, b) for a, b in leading)
-
-    def allows(self, node: Node, dim: int, operand_dims: OperandDims) -> bool:
-        """See ``RowLayout``."""
-        found = [(k, operand_dims(node, k)) for k in range(dim)]
-        return all(dims is not None and all(own == k for own in dims.values()) for k, dims in found)
 
     def convert(self, node: Node, dim: int, values: Values) -> Node:
         """See ``RowLayout``."""
