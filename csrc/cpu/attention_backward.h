@@ -8,8 +8,9 @@
 // and a_src. Nothing is stored for an edge.
 //
 // Rows of x and of grad may each be int8 with a scale a row. Dot products of two int8 rows are exact integers, and sums
-// of int8 rows are in fixed point (fixed_sum.isa.h). The scale of grad[i] is part of the statistics of row i, so that
-// the pass by columns gathers no scales: 1 / (sum + eps) is multiplied by it, and dot products stay in units of it.
+// of int8 rows are in fixed point (fixed_sum.isa.h). Row scales of grad are folded into the
+// statistics, so that the pass by columns gathers none: 1 / (sum + eps) is multiplied by the scale, and dot products
+// stay in units of it.
 //
 // Layout: a_src, a_dst fp32 [N, heads]; x, grad [N, F], F = heads * D, each fp32, bf16 or int8; statistics fp32
 // [num_dst, 4, heads]: a_dst, the largest logit, scale / (sum + eps), and the sum of alpha * <grad, x> / scale, where

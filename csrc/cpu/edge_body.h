@@ -68,11 +68,18 @@ enum class Binary : int32_t {
 
 enum class Reduction : int32_t { sum, mean, max, min, softmax };
 
-// One instruction. What a to d mean: load: group, operand; of group 4: table, ids that choose its rows; move: register,
-// first run, runs; fill: constant; unary: register, kind, constant; binary: two registers, kind, constant; where: mask,
-// two registers; fold: register, values of a result, 0 for their sum and 1 for their maximum; product: register,
-// weight, bias (a register or -1), rows an edge; reduce: two registers, kind, first column of out; keep, total:
-// register; outer: two registers, rows an edge.
+// Instruction of a body's program. Its operands a to d are, by op:
+//   load         group, operand; of group 4: table, ids that choose its rows
+//   move         register, first run, runs
+//   fill         constant
+//   unary        register, kind, constant
+//   binary       two registers, kind, constant
+//   where        mask, two registers
+//   fold         register, values of a result, 0 for their sum and 1 for their maximum
+//   product      register, weight, bias (a register or -1), rows an edge
+//   reduce       two registers, kind, first column of out
+//   keep, total  register
+//   outer        two registers, rows an edge
 struct BodyStep {
   BodyOp op;
   int32_t to, a, b, c, d;
