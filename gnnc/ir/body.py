@@ -12,6 +12,7 @@ hashes, compares, pickles and merges like any other.
 import ast
 import math
 import operator
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +29,8 @@ _DTYPES = {f"torch.{name}": getattr(torch, name) for name in (
 
 GROUPS = {"i": "dst", "j": "src", "e": "edge", "c": "const"}
 """The argument of an op with a body that holds the operands of each kind of input."""
+KINDS = "".join(GROUPS)
+"""The first letters of the inputs of a body, in the order of the arguments."""
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 """Names of the ATen ops of a body that compare values."""
 
@@ -121,6 +124,11 @@ def body_operands(node: fx.Node) -> dict[str, fx.Node]:
     return {f"{kind}{number}": operand for kind, group in groups for number, operand in enumerate(group)}
 
 
+def values_of(operands: Mapping[str, fx.Node]) -> dict[str, torch.Tensor]:
+    """Return the fake tensors of a body's operands, by name."""
+    return {name: operand.meta["val"] for name, operand in operands.items()}
+
+
 def _value(tree: ast.expr, values: dict[str, Any], graph: fx.Graph) -> Any:
     match tree:
         case ast.Constant(value):
@@ -168,8 +176,8 @@ def evaluate_body(
     return parse_body(text)(*(groups[n[0]][int(n[1:])] for n in body_inputs(text)))
 
 
-_ROWS = 1009
-"""Edges while a body is measured: a prime, which divides the sizes of no weight."""
+EDGES = 1009
+"""Edges while the shapes of a body are computed: a prime, which divides the sizes of no weight."""
 _PRODUCTS = ("linear.default", "mm.default", "addmm.default", "bmm.default")
 _STEP = 12
 """Operations of a product in the time of an elementwise step on one element."""
@@ -194,9 +202,10 @@ def measure_body(text: str, operands: dict[str, torch.Tensor]) -> tuple[int, fro
     class Measure(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
-            tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if _is_tensor(t)]
-            of_edges = [t for t in tensors if t.dim() and t.shape[0] and t.shape[0] % _ROWS == 0]
-            widths.extend(t.numel() // _ROWS for t in of_edges if n.op != "output")
+            results = result if isinstance(result, tuple) else (result,)
+            tensors = [t for t in results if isinstance(t, torch.Tensor)]
+            of_edges = [t for t in tensors if t.dim() and t.shape[0] and t.shape[0] % EDGES == 0]
+            widths.extend(t.numel() // EDGES for t in of_edges if n.op != "output")
             sees_edges = any(arg in edge_values or arg in shared for arg in n.all_input_nodes)
             if n.op == "call_function" and sees_edges and tensors:
                 mixes = len(of_edges) < len(tensors) or any(arg in shared for arg in n.all_input_nodes)
@@ -207,7 +216,7 @@ def measure_body(text: str, operands: dict[str, torch.Tensor]) -> tuple[int, fro
 
     position = {node: number for number, node in enumerate(graph_module.graph.nodes)}
     edge_values: set[fx.Node] = set()
-    Measure(graph_module).run(*(_stand_in(name, operands[name]) for name in body_inputs(text)))
+    Measure(graph_module).run(*(stand_in(name, operands[name]) for name in body_inputs(text)))
     return max(widths), frozenset(shared.values())
 
 
@@ -230,23 +239,19 @@ def body_work(text: str, operands: dict[str, torch.Tensor]) -> float:
             read = [self.env[arg] for arg in n.all_input_nodes if isinstance(self.env[arg], torch.Tensor)]
             if aten_name(n) in _PRODUCTS:
                 x = read[1] if aten_name(n) == "addmm.default" else read[0]
-                return 2 * result.numel() * x.shape[-1] / _ROWS
-            return _STEP * max((t.numel() for t in (result, *read)), default=0) / _ROWS
+                return 2 * result.numel() * x.shape[-1] / EDGES
+            return _STEP * max((t.numel() for t in (result, *read)), default=0) / EDGES
 
     Count(parse_body(text), garbage_collect_values=False).run(
-        *(_stand_in(name, operands[name]) for name in body_inputs(text))
+        *(stand_in(name, operands[name]) for name in body_inputs(text))
     )
     return total
 
 
-def _stand_in(name: str, operand: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without memory for an operand of a body that is measured."""
+def stand_in(name: str, operand: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without memory for an operand of a body: of ``EDGES`` rows where it is no constant."""
     shape = [int(size) for size in operand.shape[0 if name[0] == "c" else 1 :]]
-    return torch.empty(shape if name[0] == "c" else [_ROWS, *shape], dtype=operand.dtype, device="meta")
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+    return torch.empty(shape if name[0] == "c" else [EDGES, *shape], dtype=operand.dtype, device="meta")
 
 
 def widest_value(text: str, operands: dict[str, torch.Tensor]) -> int:

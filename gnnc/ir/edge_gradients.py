@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from gnnc.ir.body import body_inputs
+from gnnc.ir.body import KINDS, body_inputs
 from gnnc.ir.vjp import body_gradients, derived_body, operand_of, rename_operands
 
 Tensors = list[Tensor]
 Gradients = list[list[Tensor | None]]
 
-_KINDS = "ijec"
 _ATEN = torch.ops.aten
 
 
@@ -95,16 +94,16 @@ class Edges:
     def with_operands(self, kind: str, tensors: Tensors) -> "Edges":
         """Return the edges with more operands of a kind: ``i``, ``j``, ``e`` or ``c``."""
         groups = list(self.groups)
-        groups[_KINDS.index(kind)] = [*groups[_KINDS.index(kind)], *tensors]
+        groups[KINDS.index(kind)] = [*groups[KINDS.index(kind)], *tensors]
         return replace(self, groups=tuple(groups))
 
     def number(self, kind: str) -> int:
         """Return the number of operands of a kind."""
-        return len(self.groups[_KINDS.index(kind)])
+        return len(self.groups[KINDS.index(kind)])
 
     def operand(self, name: str) -> Tensor:
         """Return the operand that bodies call ``name``."""
-        return self.groups[_KINDS.index(name[0])][int(name[1:])]
+        return self.groups[KINDS.index(name[0])][int(name[1:])]
 
     @cached_property
     def transpose(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,7 +144,7 @@ class Edges:
         groups: list[Tensors] = [[], [], [], []]
         names = {}
         for name in body_inputs(body):
-            group = groups[_KINDS.index(name[0])]
+            group = groups[KINDS.index(name[0])]
             names[name] = f"{name[0]}{len(group)}"
             group.append(self.operand(name))
         return rename_operands(body, names), groups
@@ -161,20 +160,20 @@ class Edges:
         """
         names = [
             f"{kind}{number}"
-            for kind, group, flags in zip(_KINDS, groups, wanted, strict=True)
+            for kind, group, flags in zip(KINDS, groups, wanted, strict=True)
             for number, (tensor, flag) in enumerate(zip(group, flags, strict=True))
             if flag and tensor.is_floating_point()
         ]
         operands = tuple(
             operand_of(f"{kind}{number}", tensor)
-            for kind, group in zip(_KINDS, self.groups, strict=True)
+            for kind, group in zip(KINDS, self.groups, strict=True)
             for number, tensor in enumerate(group)
         )
         again = torch.is_grad_enabled()  # in a backward pass: with create_graph=True
         bodies = body_gradients(body, cotangent, operands, tuple(names), create_graph=again) if names else {}
         return [
             [self._gradient(bodies.get(f"{kind}{number}"), f"{kind}{number}") for number in range(len(group))]
-            for kind, group in zip(_KINDS, groups, strict=True)
+            for kind, group in zip(KINDS, groups, strict=True)
         ]
 
     def _gradient(self, body: str | None, name: str) -> Tensor | None:

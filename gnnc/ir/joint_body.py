@@ -5,13 +5,11 @@ from typing import Any
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.body import GROUPS, body_text, body_values, parse_body
+from gnnc.ir.body import KINDS, body_text, body_values, parse_body
 from gnnc.ir.nodes import call_key
 
 BY_SOURCE = "by_source"
 """Key of ``node.meta``: whether a body of a group goes over the transpose of the CSR of the others."""
-
-_KINDS = "".join(GROUPS)
 
 
 class JointBody:
@@ -28,18 +26,18 @@ class JointBody:
 
     def add(self, text: str, operands: tuple[Any, ...]) -> list[Node]:
         """Add a body with its operands; return its values."""
-        copies: dict[Node, Node] = {}
-        for node in parse_body(text).graph.nodes:
+        graph, copies = parse_body(text).graph, dict[Node, Node]()
+        for node in graph.nodes:
             if node.op == "placeholder":
-                kind = _KINDS.index(str(node.target)[0])
+                kind = KINDS.index(str(node.target)[0])
                 copies[node] = self._operand(kind, operands[kind][int(str(node.target)[1:])])
             elif node.op == "call_function":
                 copies[node] = self._call(node, copies)
-        return [copies[value] for value in body_values(parse_body(text).graph)]
+        return [copies[value] for value in body_values(graph)]
 
     def _operand(self, kind: int, operand: Node) -> Node:
         if (kind, operand) not in self._known:
-            self._known[kind, operand] = self._graph.placeholder(f"{_KINDS[kind]}{len(self.operands[kind])}")
+            self._known[kind, operand] = self._graph.placeholder(f"{KINDS[kind]}{len(self.operands[kind])}")
             self.operands[kind].append(operand)
         return self._known[kind, operand]
 

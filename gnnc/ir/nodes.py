@@ -221,15 +221,16 @@ def as_node(value: Any) -> Node:
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:
     """Return the nodes and everything that their values are computed from."""
-    return _reached(nodes, lambda node: node.all_input_nodes)
+    return reached(nodes, lambda node: node.all_input_nodes)
 
 
 def descendants(nodes: Iterable[Node]) -> set[Node]:
     """Return the nodes and everything that is computed from their values."""
-    return _reached(nodes, lambda node: node.users)
+    return reached(nodes, lambda node: node.users)
 
 
-def _reached(nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]]) -> set[Node]:
+def reached(nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return the nodes and all that can be reached from them through their neighbors."""
     found, pending = set[Node](), list(nodes)
     while pending:
         node = pending.pop()

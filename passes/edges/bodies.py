@@ -10,14 +10,14 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir import body_text
-from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, shape_of
+from gnnc.ir.body import KINDS
+from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, reached, shape_of
 from gnnc.passes.edges.node_tables import NodeTables, free_rows
 from gnnc.passes.edges.orders import Order
 from gnnc.passes.edges.rowwise import NARROW, Gather, as_gather, is_narrow, row_inputs
 
 aten = torch.ops.aten
 
-_KINDS = "ijec"
 _FAR_LESS = 4
 """Columns that a body computes, at least, for each column that is stored for it at every edge."""
 _PLACES = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
@@ -82,15 +82,12 @@ class BodyBuilder:
 
     def _edge_values(self, node: Node) -> set[Node]:
         """Return the edge values that ``node`` is computed from, row by row, and itself."""
-        found: set[Node] = set()
-        pending = [node]
-        while pending:
-            value = pending.pop()
-            if value not in found:
-                found.add(value)
-                inputs = () if as_gather(value) is not None else row_inputs(value) or ()
-                pending += [arg for arg in inputs if self.tables.indices(arg)]
-        return found
+
+        def inputs(value: Node) -> list[Node]:
+            rows = () if as_gather(value) is not None else row_inputs(value) or ()
+            return [arg for arg in rows if self.tables.indices(arg)]
+
+        return reached([node], inputs)
 
     def _visit(self, node: Node) -> Node:
         if node not in self._built:
@@ -163,7 +160,7 @@ class BodyBuilder:
     def _operand(self, kind: str, node: Node) -> Node:
         key = (kind, node)
         if key not in self._names:
-            group = self.operands[_KINDS.index(kind)]
+            group = self.operands[KINDS.index(kind)]
             self._names[key] = self._placeholder(f"{kind}{len(group)}")
             group.append(node)
         return self._names[key]

@@ -7,7 +7,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from gnnc.ir.body import body_operands, widest_value
+from gnnc.ir.body import body_operands, values_of, widest_value
 from gnnc.ir.nodes import argument, is_view
 from gnnc.ir.op import nbytes, op_of, size_expr
 from gnnc.ir.parts import STRUCTURE, Parts
@@ -58,6 +58,5 @@ def _working_bytes(node: Node) -> int:
     body = argument(node, "body", None) if op_of(node) is not None else None
     if body is None or node.meta.get("kernel") != "reference":
         return 0
-    operands = {name: operand.meta["val"] for name, operand in body_operands(node).items()}
-    widest = widest_value(body, operands)
+    widest = widest_value(body, values_of(body_operands(node)))
     return widest * FLOAT_BYTES if widest > NARROW else 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from gnnc.ir.body import body_operands
+from gnnc.ir.body import body_operands, values_of
 from gnnc.ir.nodes import argument, op_name, operand
 from gnnc.runtime.cpu.edge_opcodes import Steps
 from gnnc.runtime.cpu.edge_ops import translate
@@ -36,7 +36,7 @@ class EdgeBody:
         if node.meta["val"].dtype != torch.float32:
             raise Refusal(f"the result is {node.meta['val'].dtype}")
         build.fixed_width(node)
-        operands = {name: operand.meta["val"] for name, operand in body_operands(node).items()}
+        operands = values_of(body_operands(node))
         for name, value in operands.items():
             if name[0] != "c":
                 build.fixed_width(value)

@@ -97,7 +97,7 @@ class Steps:
 
     operands: tuple[list[str], ...] = field(default_factory=lambda: ([], [], [], [], []))
     registers: list[tuple[int, int]] = field(default_factory=list)
-    steps: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     runs: list[tuple[int, int, int, int]] = field(default_factory=list)
     weights: list[tuple[int, int]] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
@@ -164,14 +164,17 @@ def _reused(
 
 def _registers_of(step: Step) -> list[int]:
     """Return the registers that a step reads or writes."""
+    return [step[place] for place in _places(step) if step[place] >= 0]
+
+
+def _places(step: Step) -> tuple[int, ...]:
+    """Return the places of a step in which registers stand: the one that it writes, if any, comes first."""
     op = BodyOp(step[0])
-    places = (*((1,) if op < BodyOp.REDUCE else ()), *_READS[op])
-    return [step[place] for place in places if step[place] >= 0]
+    return (1, *_READS[op]) if op < BodyOp.REDUCE else _READS[op]
 
 
 def _renamed(step: Step, place: dict[int, int]) -> Step:
-    op = BodyOp(step[0])
-    places = {*((1,) if op < BodyOp.REDUCE else ()), *_READS[op]}
+    places = _places(step)
     first, *rest = (
         place[number] if at in places and number >= 0 else number for at, number in enumerate(step)
     )

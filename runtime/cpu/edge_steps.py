@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node, map_arg
 
-from gnnc.ir.body import GROUPS, body_inputs, body_values, parse_body
+from gnnc.ir.body import EDGES, GROUPS, body_inputs, body_values, parse_body, stand_in
 from gnnc.ir.nodes import aten_name, op_name
 from gnnc.runtime.cpu.edge_opcodes import Binary, BodyOp, Reduction, Steps, Unary
 from gnnc.runtime.row_program.build import Refusal
 
-_EDGES = 1009
-"""Edges while shapes are computed: a prime, which divides the sizes of no weight."""
 _MOST_COLUMNS = 4096
 """Columns of a value of the body; wider ones leave no room for a tile in the caches."""
 _LANES = 16
@@ -70,7 +68,7 @@ class Value:
 
     Attributes:
         register: number of the register that holds it; None: a constant operand that is not loaded.
-        table: where in the register's row each element is, in the shape that the value has for one edge.
+        table: positions of its elements in a row of the register, a tensor of its shape for one edge.
         uniform: whether it is the same at all edges.
         const: number of the constant operand that it is a view of; None: it is none.
     """
@@ -135,7 +133,7 @@ class Translator:
     ) -> None:
         self._special = special
         shapes = _Shapes(text)
-        shapes.run(*[_on_meta(name, operands[name]) for name in body_inputs(text)])
+        shapes.run(*[_fixed(name, operands[name]) for name in body_inputs(text)])
         self._graph = parse_body(text).graph
         self.shapes = shapes.found
         self._steps = Steps()
@@ -167,7 +165,7 @@ class Translator:
             width = self._steps.registers[value][0]
             if name == "softmax":
                 self.add(BodyOp.REDUCE, state, value, next(values), Reduction.SOFTMAX, column)
-                state += 3 * -(-width // _LANES) * _LANES
+                state += 3 * _padded(width)
             else:
                 self.add(BodyOp.REDUCE, 0, value, -1, Reduction[name.upper()], column)
             column += width
@@ -197,9 +195,9 @@ class Translator:
             return value
         of_one = tuple(shape.shape)
         if isinstance(value, Value) and not value.uniform:
-            if not of_one or of_one[0] % _EDGES:
+            if not of_one or of_one[0] % EDGES:
                 raise Refusal(f"{name} moves the dimension of edges")
-            of_one = (of_one[0] // _EDGES, *of_one[1:])
+            of_one = (of_one[0] // EDGES, *of_one[1:])
         if tuple(value.table.shape) != of_one:
             raise Refusal(f"{name} mixes the rows of edges")
         return value
@@ -229,9 +227,7 @@ class Translator:
             return value.register
         assert value.const is not None
         if value.const not in self._loaded:
-            name = self._steps.operands[3][value.const]
-            shape = next(t.shape for n, t in self.shapes.items() if n.target == name)
-            self._loaded[value.const] = register_of(self.new(shape, True))
+            self._loaded[value.const] = register_of(self.new(self._whole(value).shape, True))
             self.add(BodyOp.LOAD, self._loaded[value.const], 3, value.const)
         return self._loaded[value.const]
 
@@ -375,7 +371,7 @@ class Translator:
     def shape_of_product(self, node: Node) -> tuple[int, ...]:
         """Return the shape of a product of edge values for one edge."""
         shape = self.shapes[node].shape
-        return shape[0] // _EDGES, *shape[1:]
+        return shape[0] // EDGES, *shape[1:]
 
     def _outer(self, node: Node, left: Value, right: Any, bias: Any) -> Total:
         if bias is not None or not isinstance(right, Value) or left.uniform or right.uniform:
@@ -384,8 +380,7 @@ class Translator:
             raise Refusal(f"{aten_name(node)} multiplies matrices of other numbers of edges")
         rows, columns = left.table.shape[1], right.table.shape[1]
         self.add(BodyOp.OUTER, -1, self.in_order(left), self.in_order(right), left.table.shape[0])
-        padded = -(-columns // _LANES) * _LANES
-        return Total(torch.arange(rows)[:, None] * padded + torch.arange(columns))
+        return Total(torch.arange(rows)[:, None] * _padded(columns) + torch.arange(columns))
 
     def total(self, value: Value, dims: Sequence[int], keepdim: bool) -> Total:
         """Add a sum over all edges, and over other dimensions."""
@@ -425,7 +420,7 @@ class Translator:
             raise Refusal(f"{aten_name(node)} moves the dimension of edges, or integers")
         is_matrix = value.table.dim() == 2
         if op_name(node) in ("t", "transpose") and is_matrix and isinstance(value, Value):
-            if not value.uniform and self.shapes[node].shape[1] % _EDGES == 0:
+            if not value.uniform and self.shapes[node].shape[1] % EDGES == 0:
                 return Transposed(value)
         table = _run(node, {operand: value.table})
         if isinstance(value, Total):
@@ -453,6 +448,11 @@ def table_of(shape: Sequence[int]) -> Tensor:
     return torch.arange(math.prod(shape)).reshape(tuple(shape))
 
 
+def _padded(width: int) -> int:
+    """Return the floats of a row of a register."""
+    return -(-width // _LANES) * _LANES
+
+
 def _run(node: Node, tables: dict[Node, Tensor]) -> Tensor:
     """Run a layout op on the table of its operand."""
     args = map_arg(node.args, tables.__getitem__)
@@ -463,13 +463,12 @@ def _run(node: Node, tables: dict[Node, Tensor]) -> Tensor:
         raise Refusal(f"{aten_name(node)} moves the dimension of edges") from error
 
 
-def _on_meta(name: str, operand: Tensor) -> Tensor:
-    """Return a tensor of the sizes of an operand, with a number of edges where it is no constant."""
+def _fixed(name: str, operand: Tensor) -> Tensor:
+    """Return a tensor without memory for an operand; raise Refusal unless its sizes for an edge are fixed."""
     sizes = operand.shape if name[0] == "c" else operand.shape[1:]
     if any(not isinstance(size, int) for size in sizes):
         raise Refusal(f"the sizes of {name} are not fixed")
-    shape = sizes if name[0] == "c" else (_EDGES, *sizes)
-    return torch.empty(tuple(shape), dtype=operand.dtype, device="meta")
+    return stand_in(name, operand)
 
 
 def runs_of(places: Sequence[int], sources: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:

@@ -5,12 +5,20 @@ from typing import Any
 
 from torch.fx import Node
 
-from gnnc.ir.body import COMPARISONS, GROUPS, body_inputs, body_operands, body_work, parse_body
+from gnnc.ir.body import (
+    COMPARISONS,
+    GROUPS,
+    body_inputs,
+    body_operands,
+    body_work,
+    parse_body,
+    values_of,
+)
 from gnnc.ir.joint_body import BY_SOURCE, JointBody
 from gnnc.ir.nodes import argument, first_operand, op_name, unpack
 from gnnc.ir.vjp import rename_operands
 from gnnc.runtime.cpu.edge_body import EdgeBody
-from gnnc.runtime.cpu.message import Part, Plan, emit_pass, part_of, plan_body, values_of
+from gnnc.runtime.cpu.message import Part, Plan, emit_pass, part_of, plan_body
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import Inner, Refusal, argument_of, planned

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gnnc.ir.body import GROUPS, body_operands, measure_body
+from gnnc.ir.body import GROUPS, body_operands, measure_body, values_of
 from gnnc.ir.message import pair_values, values_taken
 from gnnc.ir.nodes import argument, op_name, unpack
 from gnnc.runtime.cpu.body import STORE, Tensors, evaluate
@@ -112,11 +112,6 @@ def plan_body(
         build.fixed_width(value)
     width, shared = measure_body(body, values_of(operands))
     return Plan(body, parts, max(BLOCK_VALUES // width, _MIN_EDGES), shared)
-
-
-def values_of(operands: Mapping[str, Node]) -> dict[str, Tensor]:
-    """Return the fake tensors of a body's operands."""
-    return {name: value.meta["val"] for name, value in operands.items()}
 
 
 def emit_pass(emitter: Emitter, plan: Plan, operands: Sequence[Any], results: Sequence[Node]) -> None:
