@@ -4,6 +4,7 @@ from gnnc.runtime.cuda.kernels import (
     attention,
     attention_backward,
     column_sum,
+    edge_softmax,
     edge_softmax_backward,
     edge_sum,
     fp16_scale,
@@ -29,5 +30,6 @@ KERNEL_FILES = (
     column_sum,
     fp16_scale,
     edge_sum,
+    edge_softmax,
     edge_softmax_backward,
 )

@@ -18,6 +18,7 @@
 #include "common/row_tile.cuh"
 #include "sparse/lane_reduce.cuh"
 #include "sparse/product_sum.cuh"
+#include "sparse/softmax.cuh"
 #include "sparse/split_rows.cuh"
 #include "sparse/stream.cuh"
 
@@ -86,24 +87,15 @@ struct Attention {
   static constexpr int kColumns = (kStride + 3) / 4 * 4;
   static constexpr int kStaged = kColumns + (2 * kHeads + 3) / 4 * 4;  // words a slot: sums, then (maximum, sum) a head
 
-  // Returns a logit after the activation, times log2 e, because exponentials are computed as powers of two. The product
-  // is rounded toward zero so that a finite logit stays finite: if masks set all logits of a row to the lowest float,
-  // all stay equal.
+  // Returns a logit after the activation, times log2 e.
   __device__ static float logit(float v) {
     if constexpr (Config::Constants::kSlope != 1.0f) v = v > 0.0f ? v : __fmul_rn(v, Config::Constants::kSlope);
-    return __fmul_rz(v, 1.44269504f);
+    return in_base_two(v);
   }
-  // Returns 1 / sum, the softmax normalization: 0 for a row without edges; NaN for a row whose logits are all -inf, as
-  // the reference gives (-inf - -inf is NaN).
   __device__ static float inverse(float sum, bool edges) {
-    if (sum == 0.0f) return edges ? __int_as_float(0x7fffffff) : 0.0f;
-    return __fdiv_rn(1.0f, __fadd_rn(sum, Config::Constants::kEps));
+    return softmax_inverse(sum, edges, Config::Constants::kEps);
   }
 };
-
-// The initial bound of the logits: no finite logit is lower, and since the bound is finite, a difference from it is
-// never NaN.
-constexpr float kNoLogit = -3.402823466e38f;
 
 // Partial result of four columns of one head over some edges: the weighted sums, the maximum logit and the sum of
 // exponentials.
@@ -114,7 +106,7 @@ struct PartOfHead {
   __device__ __forceinline__ void join(const PartOfHead& other) {
     const float highest = fmaxf(stat.x, other.stat.x);
     const float by = power_of_two(stat.x - highest), of_other = power_of_two(other.stat.x - highest);
-    stat = make_float2(highest, fmaf(other.stat.y, of_other, __fmul_rn(stat.y, by)));
+    stat = joined_stats(stat, other.stat);
 #pragma unroll
     for (int c = 0; c < 4; ++c) sum.v[c] = fmaf(other.sum.v[c], of_other, __fmul_rn(sum.v[c], by));
   }

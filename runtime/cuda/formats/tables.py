@@ -267,8 +267,8 @@ def write_staging(emitter: CudaEmitter, runs: Expr, words: int, slices: int = 1)
     return [pointer(memory.written), pointer(arrived.written)]
 
 
-def runs_arguments(rowptr: Expr, col: Expr, runs: Expr) -> list[Argument]:
-    """Return the arguments that make a ``gnnc::Runs``."""
+def runs_arguments(rowptr: Expr, col: Expr | None, runs: Expr) -> list[Argument]:
+    """Return the arguments that make a ``gnnc::Runs``; a kernel that reads no sources needs no ``col``."""
     return [pointer(rowptr), pointer(col), Unpacked(expr("{}.fields", runs), _RUN_FIELDS)]
 
 
