@@ -21,6 +21,7 @@ from gnnc.ir.nodes import argument, first_operand, is_result, result_index
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.parts import BACKWARD_LAYER
 from gnnc.passes.base import Context, Property
+from gnnc.passes.quantization.body_products import has_body, has_products, why_full
 from gnnc.passes.quantization.last_layer import last_layer
 from gnnc.passes.quantization.norm_statistics import statistics
 from gnnc.passes.quantization.number_formats import CHOSEN, FULL, Option, options_of, width_of
@@ -104,6 +105,8 @@ class Assign:
         return allowed
 
     def _why_full(self, node: Node, fixed: dict[Node, str]) -> str:
+        if has_body(node):
+            return self._must_be_fp32(node, fixed) or "auto weighs no products in bodies"
         return self._must_be_fp32(node, fixed) or "auto chose it, see the precision choice"
 
     def _stays_fp32(
@@ -112,6 +115,8 @@ class Assign:
         reason = self._must_be_fp32(node, fixed)
         op = op_of(node)
         assert op is not None
+        if has_body(node):
+            return reason or why_full(node, wanted, ctx.target)
         if reason is None and wanted.is_quantized and op.quantized is None and not _dequantizes(op, ctx):
             return f"{op.name} has no quantized form"
         if reason is not None or chosen or not wanted.is_quantized:
@@ -125,6 +130,8 @@ class Assign:
             return "edge softmax is computed in FP32"
         if node in fixed:
             return fixed[node]
+        if has_body(node):
+            return node.meta.get(EXACT) if has_products(node) else f"{op.name} has no low-precision form"
         if not op.low_operands or (op.name == "sddmm" and argument(node, "op") != "dot"):
             return f"{op.name} has no low-precision form"
         return node.meta.get(EXACT)
@@ -219,7 +226,10 @@ def _fixed(graph: fx.Graph) -> dict[Node, str]:
 
 
 def _softmax_logits(graph: fx.Graph) -> set[Node]:
-    """Return the edge ops whose result reaches an edge softmax through elementwise ops alone."""
+    """Return the edge ops whose result reaches an edge softmax through elementwise ops alone.
+
+    Products with a weight inside a body are computed as those before an edge op are: in low precision.
+    """
     found: set[Node] = set()
     softmaxes = [node for node in graph.nodes if str(node.target) == "gnnc.edge_softmax.default"]
     pending = [node.args[1] for node in softmaxes]
@@ -230,7 +240,8 @@ def _softmax_logits(graph: fx.Graph) -> set[Node]:
         found.add(node)
         if op_of(node) is None:
             pending += node.all_input_nodes
-    return {node for node in found if (op := op_of(node)) and op.kind == "edge"}
+    edges = {node for node in found if (op := op_of(node)) and op.kind == "edge"}
+    return {node for node in edges if not has_products(node)}
 
 
 def _is_gradient_of_logits(node: Node) -> bool:

@@ -36,6 +36,7 @@ from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.bf16_narrow_rows import use_bf16_for_narrow_rows
 from gnnc.passes.quantization.bf16_partials import producer, round_partials_to_bf16
+from gnnc.passes.quantization.body_products import has_body, multiply_low
 from gnnc.passes.quantization.gradients import GradientRounding, GradientScale, Quantized, Rounding
 from gnnc.passes.quantization.number_formats import (
     CHOSEN,
@@ -104,7 +105,7 @@ class Quantize:
         for node in low:
             _take_arriving_format(node, ctx)
         if self.bf16_partials:
-            round_partials_to_bf16(gm.graph, frozenset(low), ctx)
+            round_partials_to_bf16(gm.graph, frozenset(node for node in low if not has_body(node)), ctx)
         observed = _observe(gm, low, ctx)
         gm.meta[SCALED_FROM] = _sources(map(aggregated_rows, observed))
         scaled = self._scaled_by_products(low, ctx)
@@ -117,7 +118,7 @@ class Quantize:
             build = _Builder(
                 gm, node, ctx, observed.get(node), self.max_error, node in scaled, gradients, ones
             )
-            rewrite = _QUANTIZED[_op(node).name] if build.precision.is_quantized else _round_operands
+            rewrite = _rewrite_of(node)
             result = rewrite(build)
             if result is not None:
                 _replace(gm.graph, node, result)
@@ -206,6 +207,13 @@ def _candidates(node: Node) -> list[Candidate]:
     """Return the granularities that an aggregation may take: all that it can, or the one assigned to it."""
     assigned = node.meta.get("granularity")
     return [c for c in granularities(node, node.meta["precision"]) if assigned in (None, c.granularity)]
+
+
+def _rewrite_of(node: Node) -> "Callable[[_Builder], Node | None]":
+    """Return the function that builds the low-precision form of a primitive."""
+    if has_body(node):
+        return multiply_low
+    return _QUANTIZED[_op(node).name] if node.meta["precision"].is_quantized else _round_operands
 
 
 def _replace(graph: fx.Graph, node: Node, result: Node) -> None:

@@ -20,7 +20,16 @@ import torch
 from torch import fx
 
 from gnnc.errors import VerifyError
-from gnnc.ir.nodes import aten_name, first_operand, is_result, is_view, outputs_of, result_index, unpack
+from gnnc.ir.nodes import (
+    aten_name,
+    first_operand,
+    is_result,
+    is_view,
+    op_name,
+    outputs_of,
+    result_index,
+    unpack,
+)
 from gnnc.torch_private import LazyGraphModule, OpOverload
 
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name in (
@@ -176,9 +185,26 @@ def evaluate_body(
     return parse_body(text)(*(groups[n[0]][int(n[1:])] for n in body_inputs(text)))
 
 
+def product_of(node: fx.Node) -> tuple[Any, Any, Any, bool] | None:
+    """Return operand, weight and bias of a product in a body, and whether the weight is ``[K, N]``.
+
+    Returns:
+        None where the node is no product of rows with a matrix.
+    """
+    match aten_name(node):
+        case "linear.default":
+            return (*unpack(node, "input", "weight", "bias"), False)
+        case "mm.default":
+            return (*unpack(node, "self", "mat2"), None, True)
+        case "addmm.default" if unpack(node, "beta", "alpha") == (1, 1):
+            bias, x, weight = unpack(node, "self", "mat1", "mat2")
+            return x, weight, bias, True
+    return None
+
+
 EDGES = 1009
 """Edges while the shapes of a body are computed: a prime, which divides the sizes of no weight."""
-_PRODUCTS = ("linear.default", "mm.default", "addmm.default", "bmm.default")
+_PRODUCTS = ("linear", "mm", "addmm", "bmm", "gemm", "qgemm")
 _STEP = 12
 """Operations of a product in the time of an elementwise step on one element."""
 
@@ -237,8 +263,8 @@ def body_work(text: str, operands: dict[str, torch.Tensor]) -> float:
 
         def _operations(self, n: fx.Node, result: torch.Tensor) -> float:
             read = [self.env[arg] for arg in n.all_input_nodes if isinstance(self.env[arg], torch.Tensor)]
-            if aten_name(n) in _PRODUCTS:
-                x = read[1] if aten_name(n) == "addmm.default" else read[0]
+            if op_name(n) in _PRODUCTS:
+                x = read[1] if op_name(n) == "addmm" else read[0]
                 return 2 * result.numel() * x.shape[-1] / EDGES
             return _STEP * max((t.numel() for t in (result, *read)), default=0) / EDGES
 
@@ -246,6 +272,24 @@ def body_work(text: str, operands: dict[str, torch.Tensor]) -> float:
         *(stand_in(name, operands[name]) for name in body_inputs(text))
     )
     return total
+
+
+def body_shapes(text: str, operands: Mapping[str, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+    """Return tensors without memory of the shapes and dtypes of a body's values, by node of ``parse_body``.
+
+    Args: as of ``measure_body``.
+    """
+    found: dict[fx.Node, torch.Tensor] = {}
+
+    class Shapes(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if isinstance(result, torch.Tensor):
+                found[n] = result
+            return result
+
+    Shapes(parse_body(text)).run(*(stand_in(name, operands[name]) for name in body_inputs(text)))
+    return found
 
 
 def stand_in(name: str, operand: torch.Tensor) -> torch.Tensor:

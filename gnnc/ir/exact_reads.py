@@ -58,11 +58,24 @@ def _exact_operands(node: Node, inside: Operands | None = None) -> Iterator[tupl
 
 def _inputs_of_body(node: Node, operands: Operands) -> Iterator[tuple[str, Reader]]:
     """Yield the inputs that the body of a ``message`` or ``edge_map`` reads exactly."""
-    graph = parse_body(argument(node, "body")).graph
-    roots = {operand: reader for inner in graph.nodes for operand, reader in _exact_operands(inner, operands)}
-    for inner, reader in _with_sources(roots, lambda inner: inner.all_input_nodes).items():
+    for inner, reader in _exact_in_body(node, operands).items():
         if inner.op == "placeholder":
             yield str(inner.target), reader
+
+
+def exact_in_body(node: Node) -> dict[Node, Reader]:
+    """Return the nodes of a body (of ``parse_body``) whose values must not be rounded, with the first reader.
+
+    Args:
+        node: an op with a body, in a graph with meta values.
+    """
+    return _exact_in_body(node, Operands.of(node))
+
+
+def _exact_in_body(node: Node, operands: Operands) -> dict[Node, Reader]:
+    graph = parse_body(argument(node, "body")).graph
+    roots = {operand: reader for inner in graph.nodes for operand, reader in _exact_operands(inner, operands)}
+    return _with_sources(roots, lambda inner: inner.all_input_nodes)
 
 
 def _with_sources(

@@ -15,6 +15,7 @@ from torch.fx import Node
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
+from gnnc.passes.quantization.body_products import has_products
 from gnnc.passes.quantization.number_formats import Option, options_of
 
 VERSION = 1
@@ -143,7 +144,8 @@ def _check(layer: str, name: str, node: Node, option: Option, ctx: Context) -> N
             f"[gnnc.assign] plan: backend {ctx.target.name!r} has no {option.precision.name} kernels yet; "
             f"it has {have}"
         )
-    known = options_of(node, ctx, option.precision)
+    known = list(options_of(node, ctx, option.precision))
+    known += [Option(option.precision)] if has_products(node) else []
     if option in known or (
         option.granularity is None and any(o.precision == option.precision for o in known)
     ):

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from gnnc.ir.body import body_inputs, parse_body
-from gnnc.ir.nodes import aten_name, unpack
+from gnnc.ir.body import body_inputs, parse_body, product_of
 from gnnc.runtime.row_program.opcodes import Op
 from gnnc.torch_private import LazyGraphModule
 
@@ -108,7 +107,7 @@ def _use_row_products(graph: Graph) -> set[Node]:
     for node in list(graph.nodes):
         is_edge_input = node.op == "placeholder" and str(node.target)[0] != "c"
         if is_edge_input or (node.op == "call_function" and of_edges & set(node.all_input_nodes)):
-            product = _product_of(node)
+            product = product_of(node)
             if product is not None and product[0] in of_edges and not of_edges & _nodes(product[1:]):
                 node.target, node.args, node.kwargs = row_product, product, {}
             of_edges.add(node)
@@ -117,19 +116,6 @@ def _use_row_products(graph: Graph) -> set[Node]:
 
 def _nodes(values: Iterable[Any]) -> set[Node]:
     return {value for value in values if isinstance(value, Node)}
-
-
-def _product_of(node: Node) -> tuple[Any, ...] | None:
-    """Return the arguments of ``row_product`` for a node that multiplies by a matrix."""
-    match aten_name(node):
-        case "linear.default":
-            return (*unpack(node, "input", "weight", "bias"), False)
-        case "mm.default":
-            return (*unpack(node, "self", "mat2"), None, True)
-        case "addmm.default" if unpack(node, "beta", "alpha") == (1, 1):
-            bias, x, weight = unpack(node, "self", "mat1", "mat2")
-            return x, weight, bias, True
-    return None
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool) -> Tensor:

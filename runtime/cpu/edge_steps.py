@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Interpreter, Node, map_arg
+from torch.fx import Node, map_arg
 
-from gnnc.ir.body import EDGES, GROUPS, body_inputs, body_values, parse_body, stand_in
+from gnnc.ir.body import EDGES, GROUPS, body_shapes, body_values, parse_body
 from gnnc.ir.nodes import aten_name, op_name
 from gnnc.runtime.cpu.edge_opcodes import Binary, BodyOp, Reduction, Steps, Unary
 from gnnc.runtime.row_program.build import Refusal
@@ -100,21 +100,6 @@ class Transposed:
     value: Value
 
 
-class _Shapes(Interpreter):
-    """Finds the shapes and dtypes of the values of a body."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(parse_body(text))
-        self.found: dict[Node, Tensor] = {}
-
-    def run_node(self, n: Node) -> Any:
-        """Run a node, and note its result."""
-        result = super().run_node(n)
-        if isinstance(result, Tensor):
-            self.found[n] = result
-        return result
-
-
 class Translator:
     """Translator of one body.
 
@@ -132,10 +117,9 @@ class Translator:
         special: Mapping[str, Callable[["Translator", Node], Any]],
     ) -> None:
         self._special = special
-        shapes = _Shapes(text)
-        shapes.run(*[_fixed(name, operands[name]) for name in body_inputs(text)])
+        _check_sizes(operands)
         self._graph = parse_body(text).graph
-        self.shapes = shapes.found
+        self.shapes = body_shapes(text, operands)
         self._steps = Steps()
         self._values: dict[Node, Any] = {}
         self._loaded: dict[int, int] = {}
@@ -463,12 +447,12 @@ def _run(node: Node, tables: dict[Node, Tensor]) -> Tensor:
         raise Refusal(f"{aten_name(node)} moves the dimension of edges") from error
 
 
-def _fixed(name: str, operand: Tensor) -> Tensor:
-    """Return a tensor without memory for an operand; raise Refusal unless its sizes for an edge are fixed."""
-    sizes = operand.shape if name[0] == "c" else operand.shape[1:]
-    if any(not isinstance(size, int) for size in sizes):
-        raise Refusal(f"the sizes of {name} are not fixed")
-    return stand_in(name, operand)
+def _check_sizes(operands: Mapping[str, Tensor]) -> None:
+    """Raise Refusal unless the sizes of operands for an edge are fixed."""
+    for name, operand in operands.items():
+        sizes = operand.shape if name[0] == "c" else operand.shape[1:]
+        if any(not isinstance(size, int) for size in sizes):
+            raise Refusal(f"the sizes of {name} are not fixed")
 
 
 def runs_of(places: Sequence[int], sources: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:

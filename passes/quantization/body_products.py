@@ -1,0 +1,253 @@
+"""Products in low precision inside the bodies of ``message``, ``edge_map`` and ``edge_sum``.
+
+A product of an edge value with a weight becomes that of their quantized values, or of their values of 16
+bits; everything else in a body stays FP32. The weight is quantized outside the body, once a call, with a
+scale for each row; the edge value inside of it, with a scale for each edge.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.body import body_operands, body_shapes, body_text, parse_body, product_of, values_of
+from gnnc.ir.exact_reads import exact_in_body
+from gnnc.ir.nodes import argument, aten_name, first_operand, with_arguments
+from gnnc.ir.op import op_of
+from gnnc.passes.quantization.number_formats import FLOAT_DTYPES
+from gnnc.precision import Precision
+from gnnc.target import Target
+
+_NARROWEST = 8
+"""Inner width from which a product gains: rounding an operand takes as long as a few columns of it."""
+_FP16 = Precision.parse("fp16")
+_TRANSPOSES = ("t.default", "transpose.int", "permute.default")
+
+aten, gnnc = torch.ops.aten, torch.ops.gnnc
+
+
+@dataclass(frozen=True, slots=True)
+class BodyProduct:
+    """Product of an edge value with a weight, in the graph of ``parse_body``.
+
+    Attributes:
+        node: the product.
+        x: the edge value.
+        sizes: sizes of ``x`` behind the first.
+        bias: the bias, or None.
+        weight: number of the constant operand that is the weight.
+        is_kn: whether that is ``[K, N]``.
+    """
+
+    node: Node
+    x: Node
+    sizes: tuple[int, ...]
+    bias: Node | None
+    weight: int
+    is_kn: bool
+
+
+def has_body(node: Node) -> bool:
+    """Return whether a node computes a body at every edge."""
+    op = op_of(node)
+    return op is not None and "body" in op.parameters
+
+
+def has_products(node: Node) -> bool:
+    """Return whether a node computes a body that multiplies edge values by a weight."""
+    return has_body(node) and bool(products_of(node))
+
+
+def format_of(asked: Precision, target: Target) -> Precision | None:
+    """Return the precision of a target's products in bodies where another is asked for; None: FP32.
+
+    Integers and floats of 8 bits whose products its kernels of bodies lack become fp16.
+    """
+    choices = (asked, _FP16) if asked.is_quantized else (asked,)
+    return next((choice for choice in choices if choice.name in target.body_products), None)
+
+
+def why_full(node: Node, asked: Precision, target: Target) -> str | None:
+    """Return why a body with products is computed in FP32 throughout; None where it is not."""
+    reasons = [_why_full(node, product) for product in products_of(node)]
+    if format_of(asked, target) is None:
+        return f"no kernel of bodies multiplies in {asked} on this backend"
+    return None if None in reasons else reasons[0]
+
+
+def products_of(node: Node) -> list[BodyProduct]:
+    """Return the products of an edge value with a weight, both FP32, in the body of an op."""
+    text = argument(node, "body")
+    shapes = body_shapes(text, values_of(body_operands(node)))
+    of_edges: set[Node] = set()
+    found = []
+    for inner in parse_body(text).graph.nodes:
+        is_edge_input = inner.op == "placeholder" and str(inner.target)[0] != "c"
+        if is_edge_input or of_edges & set(inner.all_input_nodes):
+            of_edges.add(inner)
+        product = _product(inner, of_edges, shapes)
+        if product is not None:
+            found.append(product)
+    return found
+
+
+def _product(node: Node, of_edges: set[Node], shapes: dict[Node, torch.Tensor]) -> BodyProduct | None:
+    given = product_of(node)
+    if given is None or given[0] not in of_edges:
+        return None
+    x, weight, bias, is_kn = given
+    while aten_name(weight) in _TRANSPOSES and shapes[weight].dim() == 2:
+        weight, is_kn = first_operand(weight), not is_kn
+    values, name = (shapes[x], shapes[weight]), str(weight.target)
+    is_plain = all(value.dtype == torch.float32 for value in values) and values[1].dim() == 2
+    if weight.op != "placeholder" or name[0] != "c" or bias in of_edges or not is_plain:
+        return None
+    return BodyProduct(node, x, tuple(values[0].shape[1:]), bias, int(name[1:]), is_kn)
+
+
+def _why_full(node: Node, product: BodyProduct) -> str | None:
+    """Return why a product stays FP32; None where it does not."""
+    if product.sizes[-1] < _NARROWEST:
+        return f"an inner width of {product.sizes[-1]} gains less in low precision than its rounding takes"
+    reader = exact_in_body(node).get(product.node)
+    if reader is None:
+        return None
+    return f"its result feeds {reader[0]} in the body, {reader[1]}, which reads no rounded values"
+
+
+def multiply_low(build: Any) -> Node | None:
+    """Rewrite the products of a body, and return the new op; None where all stay FP32.
+
+    Args:
+        build: builder of nodes before the op (``gnnc.passes.quantize``).
+    """
+    node = build.node
+    precision = format_of(build.precision, build.ctx.target)
+    assert precision is not None, "assign leaves bodies in FP32 that no kernel multiplies in less"
+    if precision.is_quantized and build.gradients.nodes:
+        build.note(f"stays FP32: products in bodies of a model that trains are not computed in {precision}")
+        return None
+    if precision == _FP16 and node in build.gradients.nodes:
+        build.note("stays FP32: gradients in a body have no factor that brings them into the range of fp16")
+        return None
+    found = products_of(node)
+    reasons = [_why_full(node, product) for product in found]
+    body = _Body(build, precision)
+    for product, reason in zip(found, reasons, strict=True):
+        if reason is None:
+            body.multiply(product)
+    result = body.finish()
+    rest = "".join(f"; one in FP32: {reason}" for reason in reasons if reason is not None)
+    build.ctx.note(result, f"{reasons.count(None)} of {len(found)} products of its body in {precision}{rest}")
+    return result
+
+
+@dataclass(slots=True)
+class _Body:
+    """Copy of a body whose products are rewritten one by one.
+
+    Attributes:
+        build: builder of nodes before the op.
+        precision: of the products.
+        graph: the copy.
+        copies: its nodes, by those of ``parse_body``.
+        const: the constant operands.
+        rows: the matrix of low precision of each edge value, and the scales of its rows, if any.
+        weights: the constant operands, by number and layout of the weight: low precision, and scales, if any.
+    """
+
+    build: Any
+    precision: Precision
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[Node, Node] = field(default_factory=dict)
+    const: list[Node] = field(init=False)
+    rows: dict[Node, tuple[Node, Node | None]] = field(default_factory=dict)
+    weights: dict[tuple[int, bool], tuple[Node, Node | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Copy the body."""
+        body = parse_body(argument(self.build.node, "body")).graph
+        self.graph.output(self.graph.graph_copy(body, self.copies))
+        self.const = list(argument(self.build.node, "const"))
+
+    def multiply(self, product: BodyProduct) -> None:
+        """Replace a product by one in low precision."""
+        old = self.copies[product.node]
+        key = product.weight, product.is_kn
+        if key not in self.weights:
+            self.weights[key] = self._weight(product)
+        weight = self.weights[key]
+        with self.graph.inserting_before(old):
+            new = self._product(self._rows(product), weight, product.is_kn)
+            if len(product.sizes) > 1:
+                new = self._call(aten.reshape.default, new, [-1, *product.sizes[:-1], self._outputs(product)])
+            if product.bias is not None:
+                new = self._call(aten.add.Tensor, new, self.copies[product.bias])
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+        self.copies[product.node] = new
+
+    def finish(self) -> Node:
+        """Return the op with the new body."""
+        self.graph.eliminate_dead_code()
+        const = self._numbered()
+        args, kwargs = with_arguments(self.build.node, const=const, body=body_text(self.graph))
+        result = self.build(self.build.node.target, *args, **kwargs)
+        result.meta["val"] = self.build.node.meta["val"]
+        return result
+
+    def _numbered(self) -> list[Node]:
+        """Number the constants that are still read; return them."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        numbers = {node: int(str(node.target)[1:]) for node in inputs if str(node.target)[0] == "c"}
+        read = sorted((node for node in numbers if node.users), key=numbers.__getitem__)
+        const = [self.const[numbers[node]] for node in read]
+        for number, node in enumerate(read):
+            node.target = f"c{number}"
+        return const
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        return self.graph.call_function(target, args, kwargs)
+
+    def _outputs(self, product: BodyProduct) -> int:
+        return self.const[product.weight].meta["val"].shape[1 if product.is_kn else 0]
+
+    def _rows(self, product: BodyProduct) -> tuple[Node, Node | None]:
+        x = self.copies[product.x]
+        if x not in self.rows:
+            flat = [-1, product.sizes[-1]]
+            matrix = x if len(product.sizes) == 1 else self._call(aten.reshape.default, x, flat)
+            self.rows[x] = self._narrowed(matrix)
+        return self.rows[x]
+
+    def _narrowed(self, rows: Node) -> tuple[Node, Node | None]:
+        if not self.precision.is_quantized:
+            return self._call(aten._to_copy.default, rows, dtype=FLOAT_DTYPES[self.precision.name]), None
+        qtype = str(self.precision.activation_qtype("row"))
+        scale = self._call(gnnc.scale.default, rows, qtype)
+        return self._call(gnnc.quantize.default, rows, scale, qtype), scale
+
+    def _weight(self, product: BodyProduct) -> tuple[Node, Node | None]:
+        """Return the inputs of the body for a weight in low precision, and for the scales of its rows."""
+        weight = self.const[product.weight]
+        if not self.precision.is_quantized:
+            narrow = self.build.aten("_to_copy", weight, dtype=FLOAT_DTYPES[self.precision.name])
+            return self._constant(narrow), None
+        rows = self.build.aten("t", weight) if product.is_kn else weight
+        qtype = str(self.precision.weight_qtype())
+        scale = self.build.op("scale", rows, qtype)
+        return self._constant(self.build.op("quantize", rows, scale, qtype)), self._constant(scale)
+
+    def _constant(self, value: Node) -> Node:
+        self.const.append(value)
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            return self.graph.placeholder(f"c{len(self.const) - 1}")
+
+    def _product(self, rows: tuple[Node, Node | None], weight: tuple[Node, Node | None], is_kn: bool) -> Node:
+        if rows[1] is None:
+            return self._call(gnnc.gemm.default, rows[0], weight[0], None, is_kn)
+        product = self._call(gnnc.qgemm.default, rows[0], weight[0])
+        product = self._call(gnnc.dequantize.default, product, rows[1], "row")
+        return self._call(gnnc.dequantize.default, product, weight[1], "column")

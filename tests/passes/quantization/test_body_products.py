@@ -1,0 +1,142 @@
+"""Products inside bodies: which are computed in low precision, which stay, and what they mean then."""
+
+import pytest
+import torch
+from gnn_graphs import Layers, arguments, relative_error, run_all
+
+from gnnc.ir.body import parse_body
+from gnnc.ir.nodes import argument
+from gnnc.passes.assign import Assign
+from gnnc.passes.quantize import Quantize
+from gnnc.precision import BF16, FP32, INT8, Precision
+from gnnc.target import Target
+
+gnnc = torch.ops.gnnc
+aten = torch.ops.aten
+FP16 = Precision.parse("fp16")
+KERNELS = Target(
+    precisions=frozenset({"fp32", "fp16", "bf16", "int8"}), body_products=frozenset({"int8", "bf16"})
+)
+TENSOR_CORES = Target(
+    precisions=frozenset({"fp32", "fp16", "bf16", "int8"}), body_products=frozenset({"fp16", "bf16"})
+)
+
+MLP = (
+    "t0 = aten.add.Tensor(i0, j0); t1 = aten.linear.default(t0, c0, c1); t2 = aten.silu.default(t1); "
+    "t3 = aten.linear.default(t2, c2, None); return t3"
+)
+GATE = (
+    "t0 = aten.linear.default(e0, c0, None); t1 = aten.t.default(c1); t2 = aten.mm.default(e0, t1); "
+    "t3 = aten.sigmoid.default(t0); t4 = aten.mul.Tensor(t2, t3); return t4"
+)
+HEADS = "t0 = aten.view.default(j0, [-1, 4, 8]); t1 = aten.linear.default(t0, c0, c1); return t1"
+NARROW = "t0 = aten.linear.default(j0, c0, None); t1 = aten.linear.default(e0, c1, None); t2 = aten.add.Tensor(t0, t1); return t2"  # noqa: E501
+COMPARED = (
+    "t0 = aten.linear.default(j0, c0, None); t1 = aten.eq.Tensor(t0, i0); "
+    "t2 = aten.mul.Tensor(t0, t1); return t2"
+)
+PLAIN = "t0 = aten.add.Tensor(i0, j0); return t0"
+
+
+def graph_of(body, edge=(), weights=(), width=32):
+    """Return the graph of one message."""
+    b = Layers(width)
+    edges = [b.edge_input(f"e{k}", size) for k, size in enumerate(edge)]
+    consts = [b.weight(f"w{k}", *shape) for k, shape in enumerate(weights)]
+    ends = [b.x], [b.x]
+    return b.finish(b.call(gnnc.message, b.rowptr, b.col, body, "sum", *ends, edges, consts, b.nodes))
+
+
+CASES = {
+    "mlp": (MLP, (), ((24, 32), (24,), (7, 24))),
+    "gate": (GATE, (16,), ((24, 16), (24, 16))),
+    "heads": (HEADS, (), ((6, 8), (6,))),
+    "narrow": (NARROW, (3,), ((24, 32), (24, 3))),
+    "compared": (COMPARED, (), ((32, 32),)),
+    "plain": (PLAIN, (), ()),
+}
+
+
+def ran(name, precision=INT8, target=KERNELS):
+    """Return the graph before and after the passes, and the notes."""
+    before = graph_of(*CASES[name])
+    after, ctx = run_all(before, (Assign(), Quantize()), precision=precision, target=target)
+    return before, after, [note.text for note in ctx.notes]
+
+
+def message(gm):
+    return next(node for node in gm.graph.nodes if str(node.target) == "gnnc.message.default")
+
+
+def calls(gm):
+    """Return the names of the ops of the body."""
+    graph = parse_body(argument(message(gm), "body")).graph
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+QUANTIZED = [f"gnnc.{op}.default" for op in ("scale", "quantize", "qgemm", "dequantize", "dequantize")]
+
+
+def test_products_of_a_chain_are_quantized_one_by_one():
+    _, gm, notes = ran("mlp")
+    assert calls(gm) == ["aten.add.Tensor", *QUANTIZED, "aten.add.Tensor", "aten.silu.default", *QUANTIZED]
+    assert message(gm).meta["precision"] == INT8
+    assert "2 of 2 products of its body in int8" in notes
+
+
+def test_weights_are_quantized_outside_the_body_and_replaced():
+    _, gm, _ = ran("mlp")
+    consts = argument(message(gm), "const")
+    kinds = [(str(value.target), value.meta["val"].dtype) for value in consts]
+    quantized = ("gnnc.quantize.default", torch.int8), ("gnnc.scale.default", torch.float32)
+    assert kinds == [("in_w1", torch.float32), *quantized, *quantized]
+
+
+def test_products_of_one_value_share_what_it_is_quantized_to():
+    _, gm, _ = ran("gate")
+    assert calls(gm).count("gnnc.quantize.default") == 1
+    assert calls(gm).count("gnnc.qgemm.default") == 2
+
+
+def test_products_of_16_bits_are_those_of_rounded_operands():
+    for precision, target, dtype in ((BF16, KERNELS, torch.bfloat16), (FP16, TENSOR_CORES, torch.float16)):
+        _, gm, _ = ran("mlp", precision, target)
+        product = ["aten._to_copy.default", "gnnc.gemm.default"]
+        assert calls(gm) == ["aten.add.Tensor", *product, "aten.add.Tensor", "aten.silu.default", *product]
+        dtypes = {value.meta["val"].dtype for value in argument(message(gm), "const")}
+        assert dtypes == {torch.float32, dtype}
+
+
+def test_integers_without_a_kernel_in_bodies_become_fp16():
+    _, gm, notes = ran("mlp", INT8, TENSOR_CORES)
+    assert "gnnc.gemm.default" in calls(gm)
+    assert "2 of 2 products of its body in fp16" in notes
+
+
+@pytest.mark.parametrize("name", ["mlp", "gate", "heads", "narrow"])
+@pytest.mark.parametrize(("precision", "most"), [(INT8, 0.02), (BF16, 0.01)], ids=str)
+def test_the_meaning_stays(name, precision, most):
+    before, after, _ = ran(name, precision)
+    assert 0 < relative_error(after(*arguments(after)), before(*arguments(before))) < most
+
+
+def test_narrow_products_stay():
+    _, gm, notes = ran("narrow")
+    assert calls(gm).count("aten.linear.default") == 1
+    assert any("1 of 2 products of its body in int8; one in FP32: an inner width of 3" in n for n in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "target", "reason"),
+    [
+        ("compared", INT8, KERNELS, "its result feeds eq in the body"),
+        ("plain", INT8, KERNELS, "message has no low-precision form"),
+        ("mlp", INT8, Target(), "no kernel of bodies multiplies in int8 on this backend"),
+        ("mlp", FP16, KERNELS, "no kernel of bodies multiplies in fp16 on this backend"),
+    ],
+)
+def test_it_refuses(name, precision, target, reason):
+    before, after, notes = ran(name, precision, target)
+    assert message(after).meta["precision"] == FP32
+    assert argument(message(after), "body") == argument(message(before), "body")
+    assert any(reason in note for note in notes)
