@@ -52,14 +52,29 @@ void flatten(const Tensor& t, int64_t dim, const float* from, float*& to) {
   for (int64_t i = 0; i < t.size(dim); ++i) flatten(t, dim + 1, from + i * t.stride(dim), to);
 }
 
-const float* const_data(const Tensor& t) {
-  sparse::check_type(t, ScalarType::Float, kOp, "const");
+const void* const_data(const Tensor& t, ScalarType type) {
+  sparse::check_type(t, type, kOp, "const");
   int64_t last = 0;
   for (int64_t dim = 0; dim < t.dim(); ++dim) {
     STD_TORCH_CHECK(t.stride(dim) >= 0, kOp, ": strides must not be negative");
     last += (std::max<int64_t>(t.size(dim), 1) - 1) * t.stride(dim);
   }
-  return static_cast<const float*>(checked_data(t, t.numel() == 0 ? 0 : last + 1, kOp, "const"));
+  return checked_data(t, t.numel() == 0 ? 0 : last + 1, kOp, "const");
+}
+
+const float* const_floats(const Tensor& t) { return static_cast<const float*>(const_data(t, ScalarType::Float)); }
+
+// Returns the format that the processor multiplies in.
+BodyFormat format_of(int64_t number) {
+  STD_TORCH_CHECK(number >= 0 && number <= static_cast<int64_t>(BodyFormat::bf16), kOp, ": there is no format ",
+                  number);
+  const auto format = static_cast<BodyFormat>(number);
+  return format == BodyFormat::bf16 && has_bf16_dots() ? BodyFormat::bf16_dots : format;
+}
+
+ScalarType type_of(BodyFormat format) {
+  if (format == BodyFormat::f32) return ScalarType::Float;
+  return format == BodyFormat::i8 ? ScalarType::Char : ScalarType::BFloat16;
 }
 
 // The argument of the op, checked, as the kernels take it; and the memory of uniform registers and packed weights.
@@ -92,15 +107,19 @@ class Program {
     }
   }
 
+  // Of each weight: a constant, whether that is [inputs, outputs], a format, and a constant of scales or -1.
   void add_weights(const Numbers& numbers, const Tensors& consts) {
-    STD_TORCH_CHECK(numbers.size() % 2 == 0, kOp, ": a weight has 2 numbers");
-    for (size_t i = 0; i < numbers.size(); i += 2) {
+    STD_TORCH_CHECK(numbers.size() % 4 == 0, kOp, ": a weight has 4 numbers");
+    for (size_t i = 0; i < numbers.size(); i += 4) {
       const Tensor& w = at(consts, numbers[i], "const");
       STD_TORCH_CHECK(w.dim() == 2, kOp, ": a weight has 2 dimensions, but ", w.dim(), " were given");
       const int64_t in = numbers[i + 1] != 0 ? 0 : 1, out = 1 - in;
       STD_TORCH_CHECK(w.numel() > 0 && w.size(in) * padded(w.size(out)) < kMostFloats, kOp, ": a weight is too large");
-      args.weights.push_back({const_data(w), w.size(in), w.size(out), w.stride(in), w.stride(out), nullptr});
-      packed_floats_ += w.size(in) * padded(w.size(out));
+      const BodyFormat format = format_of(numbers[i + 2]);
+      args.weights.push_back({format, const_data(w, type_of(format)), w.size(in), w.size(out), w.stride(in),
+                              w.stride(out), nullptr, 0, nullptr});
+      if (format == BodyFormat::i8) add_scales(at(consts, numbers[i + 3], "const"));
+      packed_floats_ += packed_floats(args.weights.back());
     }
   }
 
@@ -124,7 +143,7 @@ class Program {
     float* packed = args.uniform + uniform_floats_;
     for (BodyWeight& w : args.weights) {
       w.packed = packed;
-      packed += w.inputs * padded(w.outputs);
+      packed += packed_floats(w);
     }
     for (const BodyStep& in : args.steps) {
       if (in.op != BodyOp::load || in.a != 3) continue;
@@ -132,12 +151,21 @@ class Program {
       float* to = args.uniform + r.offset;
       std::fill_n(to, r.stride, 0.0f);
       const Tensor& t = consts[static_cast<size_t>(in.b)];
-      flatten(t, 0, const_data(t), to);
+      flatten(t, 0, const_floats(t), to);
     }
     GNNC_DISPATCH(prepare_edge_body, args);
   }
 
  private:
+  // Adds the scales of the last weight.
+  void add_scales(const Tensor& scales) {
+    BodyWeight& w = args.weights.back();
+    STD_TORCH_CHECK(scales.dim() == 1 && scales.numel() == w.outputs, kOp, ": a weight has a scale for each output");
+    STD_TORCH_CHECK(w.inputs <= kExactInputs, kOp, ": a product of bytes has ", kExactInputs, " terms at most");
+    w.scales = const_floats(scales);
+    w.scale_stride = scales.stride(0);
+  }
+
   int64_t uniform_floats_ = 0, edge_floats_ = 0, packed_floats_ = 0;
   std::vector<bool> defined_;
 
@@ -217,10 +245,19 @@ class Program {
         STD_TORCH_CHECK(in.b > 0 && written(in, {from.uniform}).width * in.b == from.width, kOp, ": widths differ");
         return;
       }
+      case BodyOp::narrow: {
+        const Register& from = read(in.a);
+        STD_TORCH_CHECK(in.b > 0 && in.c > 0 && from.width % in.c == 0 && !from.uniform, kOp, ": it narrows no rows");
+        const int64_t width = in.c * narrow_floats(format_of(in.b), from.width / in.c);
+        STD_TORCH_CHECK(written(in, {false}).width == width, kOp, ": widths differ");
+        return;
+      }
       case BodyOp::product: {
         const BodyWeight& w = at(args.weights, in.b, "weight");
         STD_TORCH_CHECK(in.d > 0, kOp, ": a product has a row at least");
-        const Register& from = read(in.a, w.inputs * in.d);
+        const int64_t width = w.format == BodyFormat::f32 ? w.inputs : narrow_floats(w.format, w.inputs);
+        const Register& from = read(in.a, width * in.d);
+        STD_TORCH_CHECK(w.format == BodyFormat::f32 || !from.uniform, kOp, ": it multiplies no rows of edges");
         STD_TORCH_CHECK(in.c < 0 || read(in.c, w.outputs).uniform, kOp, ": a bias differs from edge to edge");
         STD_TORCH_CHECK(written(in, {from.uniform}).width == w.outputs * in.d, kOp, ": widths differ");
         return;

@@ -20,7 +20,7 @@
 namespace gnnc {
 
 // The numbers are those of gnnc/runtime/cpu/edge_opcodes.py; a test compares the two.
-enum class BodyOp : int32_t { load, move, fill, unary, binary, where, fold, product, reduce, keep, total, outer };
+enum class BodyOp : int32_t { load, move, fill, unary, binary, where, fold, narrow, product, reduce, keep, total, outer };
 
 enum class Unary : int32_t {
   relu,
@@ -76,7 +76,9 @@ enum class Reduction : int32_t { sum, mean, max, min, softmax };
 //   binary       two registers, kind, constant
 //   where        mask, two registers
 //   fold         register, values of a result, 0 for their sum and 1 for their maximum
-//   product      register, weight, bias (a register or -1), rows an edge
+//   narrow       register, format, rows an edge, each of which is quantized or rounded by itself
+//   product      register (of a weight in low precision: one that `narrow` wrote), weight, bias (a register or -1),
+//                rows an edge
 //   reduce       two registers, kind, first column of out
 //   keep, total  register
 //   outer        two registers, rows an edge
@@ -106,10 +108,17 @@ struct Register {
   bool uniform;
 };
 
-// A weight of a product, packed [inputs, padded outputs].
+// Format of the operands of a product. The numbers up to bf16 are those of gnnc/runtime/cpu/edge_opcodes.py; a launcher
+// makes bf16_dots of bf16 where the processor has vdpbf16ps.
+enum class BodyFormat : int32_t { f32, i8, bf16, bf16_dots };
+
+// A weight of a product, packed [inputs, padded outputs], or as edge_low_product.isa.h says.
 struct BodyWeight {
-  const float* data;
+  BodyFormat format;
+  const void* data;
   int64_t inputs, outputs, input_stride, output_stride;
+  const float* scales;  // of the outputs, of i8
+  int64_t scale_stride;
   float* packed;
 };
 
@@ -130,7 +139,19 @@ struct EdgeBodyArgs {
   int64_t out_stride, out_width;
 };
 
-constexpr int64_t kBodyPad = 16;  // floats that the rows of registers are a multiple of
+constexpr int64_t kBodyPad = 16;        // floats that the rows of registers are a multiple of
+constexpr int64_t kWeightRows = 2;      // rows in front of a packed weight
+constexpr int64_t kExactInputs = 1024;  // inputs of a product of bytes in floats, at most
+
+// Returns the floats of a packed weight.
+inline int64_t packed_floats(const BodyWeight& w) {
+  return (w.inputs + kWeightRows) * ((w.outputs + kBodyPad - 1) / kBodyPad * kBodyPad);
+}
+
+// Returns the floats of a row of low precision: its values, padded to 64 bytes, and a vector for a scale.
+inline int64_t narrow_floats(BodyFormat format, int64_t width) {
+  return format == BodyFormat::i8 ? (width + 63) / 64 * 16 + kBodyPad : (width + 31) / 32 * 16;
+}
 
 // prepare: computes the uniform registers and packs the weights.
 // run: computes the rows of a chunk; `scratch` has tile_floats + state_floats floats, and `totals` has those that the

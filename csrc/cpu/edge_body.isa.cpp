@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "edge_low_product.isa.h"
 #include "edge_product.isa.h"
 #include "gnnc/simd_math.h"
 #include "softmax.isa.h"
@@ -219,13 +220,28 @@ void fold(const Tile& t, const BodyStep& in, int64_t edges) {
   }
 }
 
+void narrow(const Tile& t, const BodyStep& in, int64_t edges) {
+  const View to = t.view(in.to), x = t.view(in.a);
+  const auto format = static_cast<BodyFormat>(in.b);
+  const int64_t width = x.width / in.c, floats = narrow_floats(format, width);
+  for (int64_t h = 0; h < in.c; ++h) {
+    const Rows rows{x.data + h * width, x.stride};
+    const RowsOut out{to.data + h * floats, to.stride};
+    format == BodyFormat::i8 ? quantize_rows(rows, edges, width, out) : round_rows(rows, edges, width, out);
+  }
+}
+
 void multiply(const Tile& t, const BodyStep& in, int64_t edges) {
   const BodyWeight& w = t.args.weights[static_cast<size_t>(in.b)];
   const View to = t.view(in.to), x = t.view(in.a);
   const float* bias = in.c < 0 ? nullptr : t.view(in.c).data;
-  const int64_t padded = (w.outputs + kBodyPad - 1) / kBodyPad * kBodyPad;
   for (int64_t h = 0; h < in.d; ++h) {
-    const Factor a{x.data + h * w.inputs, x.stride, 1, edges}, b{w.packed, padded, 1, w.inputs};
+    if (w.format != BodyFormat::f32) {
+      const float* rows = x.data + h * narrow_floats(w.format, w.inputs);
+      multiply_low({w, {rows, x.stride}, edges, bias, {to.data + h * w.outputs, to.stride}});
+      continue;
+    }
+    const Factor a{x.data + h * w.inputs, x.stride, 1, edges}, b{values_of(w), padded_outputs(w), 1, w.inputs};
     add_product(a, b, w.outputs, {bias, 0}, {to.data + h * w.outputs, to.stride});
   }
 }
@@ -344,6 +360,8 @@ void run_step(const Tile& t, const BodyStep& in, int64_t edges) {
           t.view(in.b), t.view(in.c));
     case BodyOp::fold:
       return fold(t, in, edges);
+    case BodyOp::narrow:
+      return narrow(t, in, edges);
     case BodyOp::product:
       return multiply(t, in, edges);
     case BodyOp::reduce:
@@ -380,14 +398,7 @@ void add_segment(Tile& t, int64_t row, int64_t edges, bool first, bool last) {
 
 void prepare_edge_body(const EdgeBodyArgs& args) {
   const Tile t{args, nullptr, nullptr, nullptr, 0, 0, {}, {}};
-  for (const BodyWeight& w : args.weights) {
-    const int64_t padded = (w.outputs + kBodyPad - 1) / kBodyPad * kBodyPad;
-    for (int64_t k = 0; k < w.inputs; ++k) {
-      for (int64_t n = 0; n < padded; ++n) {
-        w.packed[k * padded + n] = n < w.outputs ? w.data[k * w.input_stride + n * w.output_stride] : 0.0f;
-      }
-    }
-  }
+  for (const BodyWeight& w : args.weights) pack_weight(w);
   for (const BodyStep& in : args.steps) {
     if (is_prepared(t, in) && in.op != BodyOp::load) run_step(t, in, 1);
   }

@@ -23,6 +23,7 @@ def create(device: torch.device | None) -> Backend:
             rounded=frozenset({"fp16"}),
             slower=slower,
             joint_bodies=True,
+            body_products=frozenset({"bf16", "int8"}),
             epilogue_scales=True,
             gradient_steps=GRADIENT_STEPS - {"div_tensor", "fp16_scale"},
             widens_operands=True,

@@ -20,6 +20,7 @@ class BodyOp(IntEnum):
     BINARY = auto()
     WHERE = auto()
     FOLD = auto()
+    NARROW = auto()
     PRODUCT = auto()
     REDUCE = auto()
     KEEP = auto()
@@ -85,6 +86,14 @@ class Reduction(IntEnum):
     SOFTMAX = auto()
 
 
+class Format(IntEnum):
+    """Formats of the operands of a product."""
+
+    F32 = 0
+    I8 = auto()
+    BF16 = auto()
+
+
 @dataclass(slots=True)
 class Steps:
     """Steps of a body, and what their numbers refer to; see `csrc/cpu/edge_body.h`.
@@ -92,6 +101,7 @@ class Steps:
     Attributes:
         operands: names of the body's inputs by group (destination, source, edge, constant, ids), in order.
         registers: width, and 1 if it is uniform, of each.
+        weights: constant, 1 if that is ``[K, N]``, format, and constant of the scales or -1, of each.
         places: the total of each element of a sum over all edges.
     """
 
@@ -99,7 +109,7 @@ class Steps:
     registers: list[tuple[int, int]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     runs: list[tuple[int, int, int, int]] = field(default_factory=list)
-    weights: list[tuple[int, int]] = field(default_factory=list)
+    weights: list[tuple[int, int, int, int]] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
@@ -124,6 +134,7 @@ _READS: dict[BodyOp, tuple[int, ...]] = {
     BodyOp.BINARY: (2, 3),
     BodyOp.WHERE: (2, 3, 4),
     BodyOp.FOLD: (2,),
+    BodyOp.NARROW: (2,),
     BodyOp.PRODUCT: (2, 4),
     BodyOp.REDUCE: (2, 3),
     BodyOp.KEEP: (2,),

@@ -10,9 +10,19 @@ from torch.fx import Node
 
 from gnnc.ir.nodes import argument, aten_name, op_name, unpack
 from gnnc.runtime.cpu.edge_opcodes import Binary, Steps, Unary
-from gnnc.runtime.cpu.edge_steps import Translator, Value, of_edges, register_of, table_of
+from gnnc.runtime.cpu.edge_steps import (
+    Rows,
+    Scales,
+    Sums,
+    Translator,
+    Value,
+    of_edges,
+    register_of,
+    table_of,
+)
 from gnnc.runtime.row_program.build import Refusal
 
+_QUANTIZED = "int8/row"
 _POWERS = {2: Unary.SQUARE, 0.5: Unary.SQRT, -0.5: Unary.RSQRT, -1: Unary.RECIP}
 
 
@@ -118,7 +128,8 @@ def _masked_fill(translator: Translator, node: Node) -> Value:
 
 
 def _to_copy(translator: Translator, node: Node) -> Any:
-    return translator.value_of(argument(node, "self"))
+    value, dtype = translator.value_of(argument(node, "self")), argument(node, "dtype", None)
+    return translator.narrowed(of_edges(value), dtype) if dtype == torch.bfloat16 else value
 
 
 def _sum(translator: Translator, node: Node) -> Any:
@@ -183,6 +194,52 @@ def _addmm(translator: Translator, node: Node) -> Any:
     return translator.product(node, x, weight, bias, True)
 
 
+def _scale(translator: Translator, node: Node) -> Scales:
+    x, qtype = unpack(node, "x", "qtype")
+    if qtype != _QUANTIZED:
+        raise Refusal(f"no step finds the scales of {qtype}")
+    return Scales(of_edges(translator.value_of(x)))
+
+
+def _are_of(scales: Any, rows: Value) -> bool:
+    return isinstance(scales, Scales) and scales.rows is rows
+
+
+def _quantize(translator: Translator, node: Node) -> Rows:
+    x, scale, qtype, *rest = unpack(node, "x", "scale", "qtype", "shift", "seed")
+    value, scales = of_edges(translator.value_of(x)), translator.value_of(scale)
+    if qtype != _QUANTIZED or rest != [None, None] or not _are_of(scales, value):
+        raise Refusal("no step quantizes with these scales")
+    return translator.narrowed(value, torch.int8)
+
+
+def _gemm(translator: Translator, node: Node) -> Value:
+    x, weight, bias, is_kn = unpack(node, "x", "w", "bias", "w_is_kn")
+    left, right = translator.value_of(x), translator.value_of(weight)
+    if not isinstance(left, Rows) or bias is not None:
+        raise Refusal("a product of matrices of 16 bits has another form")
+    return translator.low_product(node, left, of_edges(right), is_kn)
+
+
+def _qgemm(translator: Translator, node: Node) -> Sums:
+    left, right = (translator.value_of(value) for value in unpack(node, "x", "w"))
+    if not isinstance(left, Rows) or of_edges(right).const is None:
+        raise Refusal("a product of integers has another form")
+    return Sums(left, right)
+
+
+def _dequantize(translator: Translator, node: Node) -> Any:
+    x, scale, granularity, exponent = unpack(node, "q", "scale", "granularity", "exponent")
+    sums, scales = translator.value_of(x), translator.value_of(scale)
+    if not isinstance(sums, Sums) or exponent != 0 or sums.scaled != (granularity == "column"):
+        raise Refusal("a product of integers is scaled by its rows, and then by its columns")
+    if not sums.scaled and _are_of(scales, sums.left.rows):
+        return Sums(sums.left, sums.weight, scaled=True)
+    if sums.scaled and isinstance(scales, Value) and scales.const is not None and translator.is_whole(scales):
+        return translator.low_product(node, sums.left, sums.weight, False, scales.const)
+    raise Refusal("a product of integers has other scales than its operands")
+
+
 def _index_select(translator: Translator, node: Node) -> Value:
     table, dim, ids = unpack(node, "self", "dim", "index")
     if dim != 0:
@@ -240,6 +297,11 @@ _SPECIAL: dict[str, Callable[[Translator, Node], Any]] = {
     "mean": _mean,
     "amax": _amax,
     "layer_norm": _layer_norm,
+    "scale": _scale,
+    "quantize": _quantize,
+    "gemm": _gemm,
+    "qgemm": _qgemm,
+    "dequantize": _dequantize,
     "linear": _linear,
     "mm": _mm,
     "addmm": _addmm,

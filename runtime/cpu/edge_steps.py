@@ -17,7 +17,7 @@ from torch.fx import Node, map_arg
 
 from gnnc.ir.body import EDGES, GROUPS, body_shapes, body_values, parse_body
 from gnnc.ir.nodes import aten_name, op_name
-from gnnc.runtime.cpu.edge_opcodes import Binary, BodyOp, Reduction, Steps, Unary
+from gnnc.runtime.cpu.edge_opcodes import Binary, BodyOp, Format, Reduction, Steps, Unary
 from gnnc.runtime.row_program.build import Refusal
 
 _MOST_COLUMNS = 4096
@@ -58,6 +58,10 @@ _LAYOUT = frozenset(
     | {"transpose", "alias", "detach", "clone", "contiguous"}
 )
 """Ops that move the elements of an edge, where the first dimension of the result still is that of edges."""
+_FORMATS = {torch.float32: Format.F32, torch.int8: Format.I8, torch.bfloat16: Format.BF16}
+"""The format of a product whose weight has a dtype."""
+_MOST_INPUTS = 1024
+"""Terms of a sum of products of bytes in floats, of which every kernel computes the exact value."""
 _OF_BOOLEANS = frozenset({"where", "masked_fill", "_to_copy", "logical_not", *_LAYOUT})
 """Ops that compute the same with 1.0 and 0.0 as with the booleans that these stand for."""
 
@@ -94,6 +98,43 @@ class Ids:
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales of the rows of a matrix."""
+
+    rows: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A matrix in low precision.
+
+    Attributes:
+        rows: the matrix that it was narrowed from.
+        register: number of the register that holds it.
+        format: its format.
+    """
+
+    rows: Value
+    register: int
+    format: Format
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """A product of integers, without the scales of its columns, or without any.
+
+    Attributes:
+        left: the rows.
+        weight: the constant that they are multiplied by.
+        scaled: whether the scales of the rows are in it.
+    """
+
+    left: Rows
+    weight: Value
+    scaled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Transposed:
     """The transpose of a matrix with one row, or a few rows, an edge."""
 
@@ -123,6 +164,7 @@ class Translator:
         self._steps = Steps()
         self._values: dict[Node, Any] = {}
         self._loaded: dict[int, int] = {}
+        self._done: dict[Node, Value] = {}
 
     def run(self, reductions: Sequence[str] | None) -> Steps:
         """Return the steps; see ``translate`` for the reductions."""
@@ -160,7 +202,7 @@ class Translator:
         if name[0] == "e" and shape.dtype == torch.int64 and shape.dim() == 1:
             self._steps.operands[4].append(name)
             return Ids(len(self._steps.operands[4]) - 1)
-        if shape.dtype != torch.float32:
+        if shape.dtype != torch.float32 and (name[0] != "c" or shape.dtype not in _FORMATS):
             raise Refusal(f"{name} is {shape.dtype}")
         listed = self._steps.operands[kind]
         listed.append(name)
@@ -172,6 +214,8 @@ class Translator:
 
     def _checked(self, node: Node, value: Any) -> Any:
         """Return a value, whose shape for one edge must be that of the body's value."""
+        if isinstance(value, Scales | Rows | Sums):
+            return value
         name, shape = aten_name(node), self.shapes.get(node)
         if shape is None or shape.dtype not in (torch.float32, torch.bool):
             raise Refusal(f"{name} is {'no tensor' if shape is None else shape.dtype}")
@@ -210,6 +254,7 @@ class Translator:
         if value.register is not None:
             return value.register
         assert value.const is not None
+        self._check_floats(value.const)
         if value.const not in self._loaded:
             self._loaded[value.const] = register_of(self.new(self._whole(value).shape, True))
             self.add(BodyOp.LOAD, self._loaded[value.const], 3, value.const)
@@ -250,8 +295,16 @@ class Translator:
 
     def _whole(self, value: Value) -> Tensor:
         assert value.const is not None
-        name = self._steps.operands[3][value.const]
-        return table_of(next(t.shape for n, t in self.shapes.items() if n.target == name))
+        return table_of(self._given(value.const).shape)
+
+    def _given(self, const: int) -> Tensor:
+        """Return a tensor without memory, of the shape and dtype of a constant."""
+        name = self._steps.operands[3][const]
+        return next(t for n, t in self.shapes.items() if n.target == name)
+
+    def _check_floats(self, const: int) -> None:
+        if self._given(const).dtype != torch.float32:
+            raise Refusal(f"a constant in {self._given(const).dtype} is no weight of a product")
 
     def constant(self, value: float, shape: Sequence[int]) -> Value:
         """Return a value of one number."""
@@ -318,7 +371,7 @@ class Translator:
         self.add(BodyOp.FOLD, register_of(result), register, count, int(largest))
         return result
 
-    def weight(self, value: Value, is_kn: bool) -> int:
+    def weight(self, value: Value, is_kn: bool, scales: int = -1) -> int:
         """Return the number of the weight that a value is, as it is or transposed."""
         const = value.const
         if const is None or value.table.dim() != 2:
@@ -328,7 +381,7 @@ class Translator:
             raise Refusal("a product's weight is part of a constant")
         if not torch.equal(whole, value.table):
             is_kn = not is_kn
-        self._steps.weights.append((const, int(is_kn)))
+        self._steps.weights.append((const, int(is_kn), int(_FORMATS[self._given(const).dtype]), scales))
         return len(self._steps.weights) - 1
 
     def product(self, node: Node, x: Any, weight: Any, bias: Any, is_kn: bool) -> Any:
@@ -338,19 +391,58 @@ class Translator:
             return self._outer(node, left.value, right, bias)
         if not isinstance(right, Value) or of_edges(left).uniform or not right.uniform:
             raise Refusal(f"{aten_name(node)} multiplies no edge values by a weight")
-        rows = math.prod(left.table.shape[:-1])
+        if right.const is not None:
+            self._check_floats(right.const)
         register = self.in_order(left)
-        number = self.weight(right, is_kn)
-        added = -1
-        if bias is not None:
-            offset = of_edges(self.value_of(bias))
-            columns = (self.shapes[node].shape[-1],)
-            if not offset.uniform or offset.table.dim() > 1:
-                raise Refusal(f"{aten_name(node)} adds a matrix")
-            added = self.in_order(Value(offset.register, offset.table.expand(columns), True, offset.const))
+        added = -1 if bias is None else self._bias(node, bias)
+        return self._multiplied(node, left, register, self.weight(right, is_kn), added)
+
+    def _multiplied(self, node: Node, rows: Value, register: int, weight: int, bias: int) -> Value:
+        """Add the step of a product of rows, which a register holds, and return its result."""
         result = self.new(self.shape_of_product(node), False)
-        self.add(BodyOp.PRODUCT, register_of(result), register, number, added, rows)
+        count = math.prod(rows.table.shape[:-1])
+        self.add(BodyOp.PRODUCT, register_of(result), register, weight, bias, count)
         return result
+
+    def _bias(self, node: Node, bias: Node) -> int:
+        """Return the register of a vector that is added to each row of a product."""
+        offset = of_edges(self.value_of(bias))
+        columns = (self.shapes[node].shape[-1],)
+        if not offset.uniform or offset.table.dim() > 1:
+            raise Refusal(f"{aten_name(node)} adds a matrix")
+        return self.in_order(Value(offset.register, offset.table.expand(columns), True, offset.const))
+
+    def narrowed(self, x: Value, dtype: torch.dtype) -> Rows:
+        """Add the step that quantizes or rounds the rows of a matrix."""
+        width = x.table.shape[-1]
+        if x.uniform or x.table.dim() != 2 or dtype not in _FORMATS or width > _MOST_INPUTS:
+            raise Refusal(f"no step makes {dtype} of a value of {tuple(x.table.shape)} for each edge")
+        narrow, count = _FORMATS[dtype], x.table.shape[0]
+        register = self.in_order(x)
+        floats = count * (_up(width, 64) // 4 + _LANES if narrow == Format.I8 else _up(width, 32) // 2)
+        to = self.new((floats,), False)
+        self.add(BodyOp.NARROW, register_of(to), register, narrow, count)
+        return Rows(x, register_of(to), narrow)
+
+    def low_product(self, node: Node, left: Rows, weight: Value, is_kn: bool, scales: int = -1) -> Value:
+        """Add the step of a product in low precision, and of the bias that the only reader of it adds."""
+        number, added = self.weight(weight, is_kn, scales), self._added_to(node)
+        bias = -1 if added is None else self._bias(node, added)
+        result = self._multiplied(node, left.rows, left.register, number, bias)
+        if added is not None:
+            self._done[next(iter(node.users))] = result
+        return result
+
+    def _added_to(self, node: Node) -> Node | None:
+        """Return the vector that the only reader of a matrix adds to its rows; None: it adds none."""
+        user = next(iter(node.users)) if len(node.users) == 1 else None
+        if user is None or aten_name(user) != "add.Tensor" or len(user.args) != 2 or user.kwargs:
+            return None
+        other = user.args[1] if user.args[0] is node else user.args[0]
+        value = self._values.get(other) if isinstance(other, Node) else None
+        is_vector = isinstance(value, Value) and value.uniform and value.table.dim() == 1
+        columns = self.shapes[node].shape[-1:]
+        return other if is_vector and tuple(value.table.shape) == columns else None  # type: ignore[return-value, union-attr]
 
     def shape_of_product(self, node: Node) -> tuple[int, ...]:
         """Return the shape of a product of edge values for one edge."""
@@ -382,6 +474,8 @@ class Translator:
         return Total(table_of(shape))
 
     def _call(self, node: Node) -> Any:
+        if node in self._done:
+            return self._done[node]
         name = op_name(node)
         operands = node.all_input_nodes
         booleans = [operand for operand in operands if self.shapes[operand].dtype == torch.bool]
@@ -400,8 +494,8 @@ class Translator:
     def _layout(self, node: Node) -> Any:
         operand = node.all_input_nodes[0]
         value = self._values[operand]
-        if isinstance(value, Transposed | Ids):
-            raise Refusal(f"{aten_name(node)} moves the dimension of edges, or integers")
+        if not isinstance(value, Value | Total):
+            raise Refusal(f"{aten_name(node)} moves the dimension of edges, or values of low precision")
         is_matrix = value.table.dim() == 2
         if op_name(node) in ("t", "transpose") and is_matrix and isinstance(value, Value):
             if not value.uniform and self.shapes[node].shape[1] % EDGES == 0:
@@ -414,8 +508,8 @@ class Translator:
 
 def of_edges(value: Any) -> Value:
     """Return a value; raise Refusal where it is a sum over all edges, or an integer."""
-    if isinstance(value, Ids):
-        raise Refusal("it computes with integers of the edges")
+    if isinstance(value, Ids | Scales | Rows | Sums):
+        raise Refusal("it computes with integers of the edges, or with values of low precision")
     if not isinstance(value, Value):
         raise Refusal("what is summed over all edges is used at each of them")
     return value
@@ -434,7 +528,11 @@ def table_of(shape: Sequence[int]) -> Tensor:
 
 def _padded(width: int) -> int:
     """Return the floats of a row of a register."""
-    return -(-width // _LANES) * _LANES
+    return _up(width, _LANES)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _run(node: Node, tables: dict[Node, Tensor]) -> Tensor:

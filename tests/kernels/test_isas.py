@@ -20,7 +20,7 @@ SPARSE = (
     "test_sddmm.py",
     "test_edge_softmax.py",
     "test_softmax_sum.py",
-) + ("../runtime/test_edge_body.py",)
+) + ("../runtime/test_edge_body.py", "../runtime/test_edge_low_products.py")
 
 # Prints digests of codes, scales and sums that must not depend on the instruction set.
 DIGESTS = """
