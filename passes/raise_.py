@@ -37,6 +37,7 @@ from gnnc.passes.edges.joint_messages import join_messages
 from gnnc.passes.edges.orders import Order
 from gnnc.passes.edges.region import Regions
 from gnnc.passes.edges.rowwise import Scatter, as_scatter, row_inputs
+from gnnc.passes.edges.shared_values import SharedValues
 from gnnc.passes.edges.softmax import as_softmax, readers
 from gnnc.passes.edges.split_products import split_products
 from gnnc.passes.edges.typed_products import lift_typed_products
@@ -65,6 +66,7 @@ class Raise:
         regions = Regions(gm, EdgeProducts(gm))
         _plan(gm, regions)
         in_softmax = _scatters_of_softmaxes(regions)
+        regions.shared = _shared(gm, regions, in_softmax, joins=ctx.target.joint_bodies)
         _raise_scatters(gm, regions, lambda node: node not in in_softmax)
         _raise_edge_outputs(gm, regions, ctx, lambda node: node in regions.softmaxes)
         _raise_scatters(gm, regions, lambda node: True)
@@ -89,6 +91,13 @@ def _plan(gm: fx.GraphModule, regions: Regions) -> None:
         for index, size in regions.table_sizes(scatter.source).items():
             if index is not scatter.index:
                 order.sources.setdefault(index, size)
+
+
+def _shared(gm: fx.GraphModule, regions: Regions, in_softmax: set[Node], *, joins: bool) -> set[Node]:
+    """Return the edge values that are stored because several bodies read them."""
+    reasons = SharedValues(gm, regions.indices, in_softmax, joins=joins).reasons
+    regions.edge_notes.update(reasons)
+    return set(reasons)
 
 
 def _scatters(gm: fx.GraphModule) -> list[Scatter]:

@@ -184,7 +184,7 @@ def _stored(regions: Regions, node: Node, order: Order, reduce: str) -> Node:
 
 
 def _message(regions: Regions, node: Node, order: Order, reduce: str) -> Node:
-    body = regions.body(node, order)
+    body = None if node in regions.shared else regions.body(node, order)
     if body is None:
         return _stored(regions, node, order, reduce)
     return _reduced_body(regions, body, order, reduce)

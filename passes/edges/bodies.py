@@ -137,7 +137,7 @@ class BodyBuilder:
     def _is_stored(self, node: Node) -> bool:
         if node in self.tables.softmaxes or node in self.order.values or self._is_cheap(node):
             return True
-        return self.tables.is_computed_otherwise(node)
+        return node in self.tables.shared or self.tables.is_computed_otherwise(node)
 
     def _is_cheap(self, node: Node) -> bool:
         """Return whether a value takes far less room than what the body computes."""

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, operand, shape_of, unpack
 from gnnc.ir.source import is_weight
-from gnnc.passes.edges.rowwise import as_scatter, is_narrow, row_inputs
+from gnnc.passes.edges.rowwise import as_gather, as_scatter, is_narrow, row_inputs
 from gnnc.passes.rewrite.assumed_sizes import FLOAT_BYTES, FLOPS_A_BYTE
 from gnnc.passes.rewrite.node_builder import NodeBuilder, is_of_model
 
@@ -45,11 +45,15 @@ class EdgeProducts:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._has_weight: dict[Node, bool] = {}
+        self._has_gather: dict[Node, bool] = {}
         self._readers: dict[Node, frozenset[Node] | None] = {}
         self._verdicts: dict[Node, Verdict] = {}
         for node in gm.graph.nodes:
             self._has_weight[node] = is_weight(node) or any(
                 self._has_weight[arg] for arg in node.all_input_nodes
+            )
+            self._has_gather[node] = as_gather(node) is not None or any(
+                self._has_gather[arg] for arg in row_inputs(node) or ()
             )
         for node in reversed(gm.graph.nodes):
             self._readers[node] = self._find_readers(node)
@@ -88,10 +92,12 @@ class EdgeProducts:
                 return None
             elif is_narrow(user):
                 readers.add(user)
-            elif (further := self._readers[user]) is None:
-                return None
-            else:
+            elif (further := self._readers[user]) is not None:
                 readers |= further
+            elif self._has_gather[user]:
+                readers.add(user)  # a body computes what is stored
+            else:
+                return None
         return frozenset(readers)
 
     def _cone(self, node: Node) -> tuple[list[Node], list[Node]]:
@@ -113,8 +119,8 @@ class EdgeProducts:
         if readers is None:
             return READ_OTHERWISE
         steps, sources = self._cone(node)
-        flops = sum(map(_flops, steps))
-        width, read = _width(node), sum(map(_width, sources))
+        flops = sum(map(flops_of, steps))
+        width, read = width_of(node), sum(map(width_of, sources))
         stored = FLOAT_BYTES * (width * (_STORED_PASSES + len(readers)) + read)
         inside = len(readers) * FLOAT_BYTES * read + (len(readers) - 1) * flops / FLOPS_A_BYTE
         if inside <= stored:
@@ -125,16 +131,17 @@ class EdgeProducts:
         return Verdict(False, f"stored for every edge: {reason}")
 
 
-def _width(node: Node) -> int:
+def width_of(node: Node) -> int:
+    """Return the columns of a row, as far as their number is fixed."""
     return math.prod(size for size in shape_of(node)[1:] if isinstance(size, int))
 
 
-def _flops(node: Node) -> int:
+def flops_of(node: Node) -> int:
     """Return the multiplications and additions of a row."""
     if aten_name(node) not in _PRODUCTS:
-        return _width(node)
+        return width_of(node)
     x = operand(node, "mat1") if aten_name(node) == "addmm.default" else first_operand(node)
-    return 2 * int(shape_of(x)[-1]) * _width(node)
+    return 2 * int(shape_of(x)[-1]) * width_of(node)
 
 
 @dataclass(frozen=True)

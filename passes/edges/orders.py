@@ -1,7 +1,7 @@
 """Sorted orders of the edges: the gathers that an edge value depends on, and the CSRs."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,7 @@ class EdgeOrders:
         orders: the orders by (destination index, number of destinations).
         softmaxes: the edge softmaxes, by the node that ends them.
         in_callers_order: values that are computed in the order of the caller, too, for other readers.
+        shared: values that are stored because several bodies read them.
         edge_notes: remarks about values that are computed once an edge, by node.
     """
 
@@ -76,6 +77,7 @@ class EdgeOrders:
         self.orders: dict[tuple[Node, Node | int], Order] = {}
         self.softmaxes: dict[Node, Softmax] = {}
         self.in_callers_order: set[Node] = set()
+        self.shared: Collection[Node] = ()
         self.edge_notes: dict[Node, str] = {}
         self._indices: dict[Node, frozenset[Node]] = {}
 
