@@ -20,8 +20,8 @@ using Numbers = std::vector<int64_t>;
 constexpr const char* kOp = "edge_body";
 constexpr int64_t kTileFloats = 32 << 10;  // of all registers: 128 KB, which L2 holds beside the weights
 constexpr int64_t kLeastEdges = 32, kMostEdges = 128;
-constexpr int64_t kSerialWork = 2048;  // rows + edges below which one thread is faster than two
-constexpr int64_t kMostChunks = 64;    // of a sum over all edges, each of which has sums of its own
+constexpr int64_t kMostChunks = 64;                 // of a sum over all edges, each of which has sums of its own
+constexpr int64_t kMostPending = int64_t{1} << 26;  // floats of edges that wait to be added to their sources
 constexpr int64_t kMostFloats = int64_t{1} << 28;
 
 int64_t padded(int64_t width) { return rounded(width, kBodyPad); }
@@ -97,6 +97,15 @@ class Program {
     args.tile_floats = edge_floats_ * args.tile_edges;
   }
 
+  void add_outs(const Tensors& outs) {
+    for (const Tensor& t : outs) {
+      const sparse::Matrix m = sparse::matrix(t, kOp, "out");
+      STD_TORCH_CHECK(m.type == ScalarType::Float, kOp, ": out must be float32");
+      args.outs.push_back({static_cast<float*>(m.data), m.rows, m.stride, m.width, nullptr, 0});
+    }
+    written_.assign(outs.size(), false);
+  }
+
   void add_runs(const Numbers& numbers) {
     STD_TORCH_CHECK(numbers.size() % 4 == 0, kOp, ": a run has 4 numbers");
     for (size_t i = 0; i < numbers.size(); i += 4) {
@@ -131,8 +140,33 @@ class Program {
         STD_TORCH_CHECK(numbers[k] >= -1 && numbers[k] < kMostFloats, kOp, ": a step is wrong");
       }
       const auto number = [&](size_t k) { return static_cast<int32_t>(numbers[i + k]); };
-      args.steps.push_back({static_cast<BodyOp>(number(0)), number(1), number(2), number(3), number(4), number(5)});
+      args.steps.push_back({static_cast<BodyOp>(number(0)), number(1), number(2), number(3), number(4), number(5), 0});
       check(args.steps.back(), consts);
+    }
+  }
+
+  // Checks the places of results that no step writes: these are sums over all edges.
+  void add_places(const Tensors& outs, const Numbers& places) const {
+    int64_t elements = 0;
+    for (size_t i = 0; i < outs.size(); ++i) {
+      if (written_[i]) continue;
+      STD_TORCH_CHECK(outs[i].is_contiguous(), kOp, ": a sum over the edges must be contiguous");
+      elements += outs[i].numel();
+    }
+    STD_TORCH_CHECK(static_cast<int64_t>(places.size()) == elements, kOp,
+                    ": a sum over the edges has a place for each of its elements");
+    for (const int64_t place : places) {
+      STD_TORCH_CHECK(place >= 0 && place < total_floats, kOp, ": there is no total ", place);
+    }
+  }
+
+  // Writes each element of a sum over all edges from its place among the totals.
+  void write_totals(const Numbers& places, const float* totals) const {
+    const int64_t* place = places.data();
+    for (size_t i = 0; i < args.outs.size(); ++i) {
+      if (written_[i]) continue;
+      const BodyOut& out = args.outs[i];
+      for (int64_t k = 0; k < out.rows * out.width; ++k) out.data[k] = totals[*place++];
     }
   }
 
@@ -167,7 +201,7 @@ class Program {
   }
 
   int64_t uniform_floats_ = 0, edge_floats_ = 0, packed_floats_ = 0;
-  std::vector<bool> defined_;
+  std::vector<bool> defined_, written_;
 
   // Returns a register that a step reads.
   const Register& read(int32_t number) const {
@@ -195,7 +229,24 @@ class Program {
     if (number >= 0 || needed) at(args.consts, number, "constant");
   }
 
-  void check(const BodyStep& in, const Tensors& consts) {
+  // Returns the result that a step writes, which must have a row for each edge, destination or source.
+  const BodyOut& result(const BodyStep& in, int64_t rows) {
+    const BodyOut& out = at(args.outs, in.to, "result");
+    STD_TORCH_CHECK(in.op == BodyOp::reduce || !written_[static_cast<size_t>(in.to)], kOp, ": result ", in.to,
+                    " is written twice");
+    STD_TORCH_CHECK(out.rows == rows, kOp, ": result ", in.to, " must have ", rows, " rows, but has ", out.rows);
+    written_[static_cast<size_t>(in.to)] = true;
+    return out;
+  }
+
+  // Adds memory for the sums over all edges of a step, which says where they begin.
+  void add_totals(const BodyStep& in, int64_t floats) {
+    STD_TORCH_CHECK(in.to == total_floats, kOp, ": the sums of a step begin at ", total_floats);
+    total_floats += floats;
+    STD_TORCH_CHECK(total_floats < kMostFloats / kMostChunks, kOp, ": the sums are too large");
+  }
+
+  void check(BodyStep& in, const Tensors& consts) {
     switch (in.op) {
       case BodyOp::load: {
         STD_TORCH_CHECK(in.a >= 0 && in.a <= 4, kOp, ": there is no group ", in.a);
@@ -266,20 +317,22 @@ class Program {
         check_reduction(in);
         return;
       case BodyOp::keep:
-        STD_TORCH_CHECK(read(in.a).width <= args.out_width && total_floats == 0, kOp, ": out is too narrow");
+        STD_TORCH_CHECK(read(in.a).width == result(in, args.csr.num_edges).width, kOp, ": widths differ");
         return;
+      case BodyOp::scatter: {
+        const BodyOut& out = result(in, at(args.outs, in.to, "result").rows);
+        STD_TORCH_CHECK(read(in.a).width == out.width, kOp, ": widths differ");
+        return;
+      }
       case BodyOp::total:
-        STD_TORCH_CHECK(total_floats == 0, kOp, ": there is a sum over the edges already");
-        total_floats = padded(read(in.a).width);
+        add_totals(in, padded(read(in.a).width));
         return;
       case BodyOp::outer: {
         const Register &left = read(in.a), &right = read(in.b);
-        STD_TORCH_CHECK(total_floats == 0, kOp, ": there is a sum over the edges already");
         STD_TORCH_CHECK(
             in.c > 0 && left.width % in.c == 0 && right.width % in.c == 0 && !right.uniform && !left.uniform, kOp,
             ": widths differ");
-        total_floats = left.width / in.c * padded(right.width / in.c);
-        STD_TORCH_CHECK(total_floats < kMostFloats, kOp, ": the sums are too large");
+        add_totals(in, left.width / in.c * padded(right.width / in.c));
         return;
       }
     }
@@ -310,76 +363,147 @@ class Program {
     }
   }
 
-  void check_reduction(const BodyStep& in) {
+  void check_reduction(BodyStep& in) {
     STD_TORCH_CHECK(in.c >= 0 && in.c <= static_cast<int32_t>(Reduction::softmax), kOp, ": no reduction ", in.c);
     const Register& x = read(in.a);
-    STD_TORCH_CHECK(in.d >= 0 && in.d + x.width <= args.out_width && total_floats == 0, kOp, ": out is too narrow");
+    STD_TORCH_CHECK(in.d >= 0 && in.d + x.width <= result(in, args.csr.num_dst).width, kOp, ": out is too narrow");
     if (in.c != static_cast<int32_t>(Reduction::softmax)) return;
     read(in.b, x.width);
-    STD_TORCH_CHECK(in.to == args.state_floats, kOp, ": the state of this softmax begins at ", args.state_floats);
+    in.state = static_cast<int32_t>(args.state_floats);
     args.state_floats += 3 * padded(x.width);
   }
 };
 
-int64_t work_of(const Csr& csr) { return csr.num_dst + csr.num_edges; }
+// Chunks of rows, whose rows + edges are about equal. A body that sums over all edges has sums for each chunk.
+class Chunks {
+ public:
+  Chunks(const Csr& csr, bool has_totals) : csr_(csr), work_(csr.num_dst + csr.num_edges) {
+    count_ = std::max<int64_t>((work_ + kChunkWork - 1) / kChunkWork, 1);
+    if (has_totals) count_ = std::min(count_, kMostChunks);
+  }
 
-void run_rows(const EdgeBodyArgs& args) {
-  sparse::for_each_chunk(args.csr, kSerialWork, [&](int64_t begin, int64_t end) {
-    static thread_local Scratch scratch;
-    auto* memory = scratch.get<float>(static_cast<size_t>(args.tile_floats + args.state_floats + kBodyPad));
-    GNNC_DISPATCH(run_edge_body, args, begin, end, memory, nullptr);
-  });
-}
+  int64_t count() const { return count_; }
 
-// Returns the first row of chunk `number` of `count`, whose rows + edges are about equal.
-int64_t first_row(const Csr& csr, int64_t number, int64_t count) {
-  const int64_t goal = work_of(csr) / count * number;
-  int64_t low = 0, high = csr.num_dst;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (csr.rowptr[middle] + middle < goal) {
-      low = middle + 1;
+  // Returns the first row of a chunk.
+  int64_t begin(int64_t number) const {
+    if (number == 0) return 0;
+    if (number >= count_) return csr_.num_dst;
+    const int64_t goal = work_ / count_ * number;
+    int64_t low = 0, high = csr_.num_dst;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (csr_.rowptr[middle] + middle < goal) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+
+ private:
+  const Csr& csr_;
+  int64_t work_, count_;
+};
+
+// Runs a program on all rows.
+class Pass {
+ public:
+  Pass(EdgeBodyArgs& args, int64_t total_floats)
+      : args_(args), chunks_(args.csr, total_floats > 0), total_floats_(total_floats) {
+    static thread_local Scratch sums;
+    totals_ = sums.get<float>(static_cast<size_t>(total_floats * chunks_.count()));
+  }
+
+  // Returns the sums over all edges: those of each chunk, and then these, in their order.
+  const float* run(const std::vector<int64_t>& by_source) {
+    std::fill_n(totals_, chunks_.count() * total_floats_, 0.0f);
+    for (const int64_t number : by_source) {
+      const BodyOut& out = args_.outs[static_cast<size_t>(number)];
+      for (int64_t row = 0; row < out.rows; ++row) std::fill_n(out.data + row * out.stride, out.width, 0.0f);
+    }
+    const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+    if (by_source.empty() || threads == 1 || chunks_.count() == 1) {
+      run_chunks(0, chunks_.count());
     } else {
-      high = middle;
+      for (int64_t chunk = 0; chunk < chunks_.count(); chunk += 2 * threads) {
+        run_pending(by_source, chunk, std::min(chunk + 2 * threads, chunks_.count()));
+      }
     }
+    for (int64_t chunk = 1; chunk < chunks_.count(); ++chunk) {
+      for (int64_t i = 0; i < total_floats_; ++i) totals_[i] += totals_[chunk * total_floats_ + i];
+    }
+    return totals_;
   }
-  return low;
-}
 
-// Sums over all edges: those of each chunk, and then these, in their order.
-void run_totals(const EdgeBodyArgs& args, int64_t floats, float* totals) {
-  const int64_t chunks = std::clamp<int64_t>(work_of(args.csr) / kChunkWork, 1, kMostChunks);
-  std::fill_n(totals, chunks * floats, 0.0f);
-  parallel_slices(chunks, 1, 2, [&](int64_t first, int64_t last) {
+ private:
+  EdgeBodyArgs& args_;
+  Chunks chunks_;
+  int64_t total_floats_;
+  float* totals_;
+
+  void run_chunk(int64_t chunk) const {
     static thread_local Scratch scratch;
-    auto* memory = scratch.get<float>(static_cast<size_t>(args.tile_floats + args.state_floats + kBodyPad));
-    for (int64_t chunk = first; chunk < last; ++chunk) {
-      const int64_t begin = chunk == 0 ? 0 : first_row(args.csr, chunk, chunks);
-      const int64_t end = chunk + 1 == chunks ? args.csr.num_dst : first_row(args.csr, chunk + 1, chunks);
-      if (begin < end) GNNC_DISPATCH(run_edge_body, args, begin, end, memory, totals + chunk * floats);
-    }
-  });
-  for (int64_t chunk = 1; chunk < chunks; ++chunk) {
-    for (int64_t i = 0; i < floats; ++i) totals[i] += totals[chunk * floats + i];
+    auto* memory = scratch.get<float>(static_cast<size_t>(args_.tile_floats + args_.state_floats + kBodyPad));
+    const int64_t begin = chunks_.begin(chunk), end = chunks_.begin(chunk + 1);
+    if (begin < end) GNNC_DISPATCH(run_edge_body, args_, begin, end, memory, totals_ + chunk * total_floats_);
   }
-}
 
-// Writes each result from its place among the totals.
-void write_totals(const EdgeBodyArgs& args, const Numbers& places, int64_t floats, const float* totals) {
-  STD_TORCH_CHECK(static_cast<int64_t>(places.size()) == args.out_stride * args.out_width, kOp,
-                  ": out has a place for each of its elements");
-  for (size_t i = 0; i < places.size(); ++i) {
-    STD_TORCH_CHECK(places[i] >= 0 && places[i] < floats, kOp, ": there is no total ", places[i]);
-    args.out[i] = totals[places[i]];
+  void run_chunks(int64_t first, int64_t last) const {
+    parallel_slices(last - first, 1, 2, [&](int64_t begin, int64_t end) {
+      for (int64_t chunk = begin; chunk < end; ++chunk) run_chunk(first + chunk);
+    });
   }
+
+  // Runs some chunks, whose rows for the sources wait until all are computed. One thread adds those of a source, in the
+  // order of the edges. Chunks with more edges than memory is taken for run one after the other.
+  void run_pending(const std::vector<int64_t>& by_source, int64_t first, int64_t last) {
+    const int64_t begin = args_.csr.rowptr[chunks_.begin(first)], end = args_.csr.rowptr[chunks_.begin(last)];
+    int64_t width = 0;
+    for (const int64_t number : by_source) width += args_.outs[static_cast<size_t>(number)].width;
+    if ((end - begin) * width > kMostPending) {
+      for (int64_t chunk = first; chunk < last; ++chunk) run_chunk(chunk);
+      return;
+    }
+    static thread_local Scratch scratch;
+    auto* memory = scratch.get<float>(static_cast<size_t>((end - begin) * width));
+    for (const int64_t number : by_source) {
+      BodyOut& out = args_.outs[static_cast<size_t>(number)];
+      out.pending = memory;
+      out.pending_edge = begin;
+      memory += (end - begin) * out.width;
+    }
+    run_chunks(first, last);
+    for (const int64_t number : by_source) {
+      BodyOut& out = args_.outs[static_cast<size_t>(number)];
+      const int64_t slice = out.rows / torch::stable::get_num_threads() + 1;
+      parallel_slices(out.rows, slice, 2,
+                      [&](int64_t from, int64_t to) { GNNC_DISPATCH(add_pending, args_.csr, out, end, from, to); });
+      out.pending = nullptr;
+    }
+  }
+};
+
+// Returns the results that a program sums by source.
+std::vector<int64_t> sums_by_source(const Numbers& steps) {
+  std::vector<int64_t> found;
+  for (size_t i = 0; i + 5 < steps.size(); i += 6) {
+    if (steps[i] == static_cast<int64_t>(BodyOp::scatter)) found.push_back(steps[i + 1]);
+  }
+  return found;
 }
 
 template <Ids ids>
 void edge_body(Tensor rowptr, Tensor col, Tensors dst, Tensors src, Tensors edge, Tensors consts, Tensors chosen,
                Numbers registers, Numbers steps, Numbers runs, Numbers weights, std::vector<double> numbers,
-               Numbers places, Tensor out) {
+               Numbers places, Tensors outs) {
+  const std::vector<int64_t> by_source = sums_by_source(steps);
   int64_t num_src = std::numeric_limits<int32_t>::max();
   for (const Tensor& t : src) num_src = std::min(num_src, t.dim() == 2 ? t.size(0) : 0);
+  for (const int64_t number : by_source) {
+    const Tensor& out = at(outs, number, "result");
+    num_src = std::min(num_src, out.dim() == 2 ? out.size(0) : 0);
+  }
   const sparse::Structure<ids> structure(rowptr, col, num_src, kOp);
   Program program;
   EdgeBodyArgs& args = program.args;
@@ -392,31 +516,14 @@ void edge_body(Tensor rowptr, Tensor col, Tensors dst, Tensors src, Tensors edge
   }
   args.consts.assign(numbers.begin(), numbers.end());
   args.state_floats = 0;
-  const sparse::Matrix to = sparse::matrix(out, kOp, "out");
-  STD_TORCH_CHECK(to.type == ScalarType::Float, kOp, ": out must be float32");
-  args.out = static_cast<float*>(to.data);
-  args.out_stride = to.stride;
-  args.out_width = to.width;
+  program.add_outs(outs);
   program.add_registers(registers);
   program.add_runs(runs);
   program.add_weights(weights, consts);
   program.add_steps(steps, consts);
+  program.add_places(outs, places);
   program.prepare(consts);
-  if (program.total_floats > 0) {
-    STD_TORCH_CHECK(out.is_contiguous(), kOp, ": a sum over the edges must be contiguous");
-    args.out_stride = to.rows;
-    static thread_local Scratch sums;
-    auto* totals = sums.get<float>(static_cast<size_t>(program.total_floats * (kMostChunks + 1)));
-    run_totals(args, program.total_floats, totals);
-    return write_totals(args, places, program.total_floats, totals);
-  }
-  const bool keeps =
-      std::any_of(args.steps.begin(), args.steps.end(), [](const BodyStep& s) { return s.op == BodyOp::keep; });
-  const bool reduces =
-      std::any_of(args.steps.begin(), args.steps.end(), [](const BodyStep& s) { return s.op == BodyOp::reduce; });
-  STD_TORCH_CHECK(!keeps || to.rows == args.csr.num_edges, kOp, ": out must have a row for each edge");
-  STD_TORCH_CHECK(!reduces || to.rows == args.csr.num_dst, kOp, ": out must have a row for each destination");
-  run_rows(args);
+  program.write_totals(places, Pass(args, program.total_floats).run(by_source));
 }
 
 }  // namespace
@@ -425,4 +532,4 @@ void edge_body(Tensor rowptr, Tensor col, Tensors dst, Tensors src, Tensors edge
 GNNC_CSR_OP(
     edge_body,
     "(Tensor rowptr, Tensor col, Tensor[] dst, Tensor[] src, Tensor[] edge, Tensor[] const, Tensor[] ids, "
-    "int[] registers, int[] steps, int[] runs, int[] weights, float[] numbers, int[] places, Tensor(a!) out) -> ()")
+    "int[] registers, int[] steps, int[] runs, int[] weights, float[] numbers, int[] places, Tensor(a!)[] outs) -> ()")

@@ -1,11 +1,13 @@
 #pragma once
 
-// edge_body: runs a small program at every edge, and keeps, reduces by row, or sums over all edges what it computes.
+// edge_body: runs a small program at every edge, and keeps what it computes, reduces it by row, or sums it by source or
+// over all edges: each result in its own way.
 //
 // A program works on registers: matrices of one row an edge of the tile, or, where they are uniform, of one row for all
 // edges. Rows are padded to whole vectors. A tile is a few whole rows of the CSR; a row of more edges than fit begins a
 // tile of its own and is cut at multiples of the tile. So the cuts depend on the graph alone, and a value of an edge
-// has the same bits wherever the edge is.
+// has the same bits wherever the edge is. Sums by source are in the order of the edges: with several threads, rows of
+// edges wait in `pending` until each thread adds those of its sources.
 //
 // Layout: operands are fp32 matrices, rows any stride apart; out is fp32. Traffic: a gathered row of each dst and src
 // operand an edge, the edge operands and out once; registers stay in L1 and L2. Floor: the gathers, or the products at
@@ -20,7 +22,22 @@
 namespace gnnc {
 
 // The numbers are those of gnnc/runtime/cpu/edge_opcodes.py; a test compares the two.
-enum class BodyOp : int32_t { load, move, fill, unary, binary, where, fold, narrow, product, reduce, keep, total, outer };
+enum class BodyOp : int32_t {
+  load,
+  move,
+  fill,
+  unary,
+  binary,
+  where,
+  fold,
+  narrow,
+  product,
+  reduce,
+  keep,
+  total,
+  outer,
+  scatter
+};
 
 enum class Unary : int32_t {
   relu,
@@ -69,22 +86,25 @@ enum class Binary : int32_t {
 enum class Reduction : int32_t { sum, mean, max, min, softmax };
 
 // Instruction of a body's program. Its operands a to d are, by op:
-//   load         group, operand; of group 4: table, ids that choose its rows
-//   move         register, first run, runs
-//   fill         constant
-//   unary        register, kind, constant
-//   binary       two registers, kind, constant
-//   where        mask, two registers
-//   fold         register, values of a result, 0 for their sum and 1 for their maximum
-//   narrow       register, format, rows an edge, each of which is quantized or rounded by itself
-//   product      register (of a weight in low precision: one that `narrow` wrote), weight, bias (a register or -1),
-//                rows an edge
-//   reduce       two registers, kind, first column of out
-//   keep, total  register
-//   outer        two registers, rows an edge
+//   load           group, operand; of group 4: table, ids that choose its rows
+//   move           register, first run, runs
+//   fill           constant
+//   unary          register, kind, constant
+//   binary         two registers, kind, constant
+//   where          mask, two registers
+//   fold           register, values of a result, 0 for their sum and 1 for their maximum
+//   narrow         register, format, rows an edge, each of which is quantized or rounded by itself
+//   product        register (of a weight in low precision: one that `narrow` wrote), weight, bias (a register or -1),
+//                  rows an edge
+//   reduce         two registers, kind, first column of the result
+//   keep, scatter  register: rows of edges, sums by source
+//   total          register
+//   outer          two registers, rows an edge
+// `to` is a register, the number of a result, or, of total and outer, a place among the sums over all edges.
 struct BodyStep {
   BodyOp op;
   int32_t to, a, b, c, d;
+  int32_t state;  // of a softmax: the place of its state
 };
 
 // `length` values from `from` on, `step` apart, are moved to `to`, `to + 1` and so on.
@@ -122,6 +142,14 @@ struct BodyWeight {
   float* packed;
 };
 
+// A result.
+struct BodyOut {
+  float* data;
+  int64_t rows, stride, width;
+  float* pending;  // rows of the edges from pending_edge on that are not yet added to those of their sources, or null
+  int64_t pending_edge;
+};
+
 struct EdgeBodyArgs {
   Csr csr;
   std::vector<BodyOperand> operands[3];  // of destinations, sources and edges
@@ -135,8 +163,7 @@ struct EdgeBodyArgs {
   float* uniform;
   int64_t tile_edges, tile_floats;
   int64_t state_floats;  // of the softmax of a row that goes from tile to tile
-  float* out;
-  int64_t out_stride, out_width;
+  std::vector<BodyOut> outs;
 };
 
 constexpr int64_t kBodyPad = 16;        // floats that the rows of registers are a multiple of
@@ -156,8 +183,11 @@ inline int64_t narrow_floats(BodyFormat format, int64_t width) {
 // prepare: computes the uniform registers and packs the weights.
 // run: computes the rows of a chunk; `scratch` has tile_floats + state_floats floats, and `totals` has those that the
 // steps `total` and `outer` add to, or is null.
+// add_pending: adds the pending rows of the edges before `edge_end` to those of their sources, of a range of sources.
 GNNC_EACH_ISA(void prepare_edge_body(const EdgeBodyArgs& args);
               void run_edge_body(const EdgeBodyArgs& args, int64_t row_begin, int64_t row_end, float* scratch,
-                                 float* totals);)
+                                 float* totals);
+              void add_pending(const Csr& csr, const BodyOut& out, int64_t edge_end, int64_t source_begin,
+                               int64_t source_end);)
 
 }  // namespace gnnc

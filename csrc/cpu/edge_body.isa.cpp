@@ -286,8 +286,9 @@ void join_softmax(const Segment& s, const View& logits, const View& x, float* st
 
 void reduce(const Tile& t, const BodyStep& in) {
   const View x = t.view(in.a);
+  const BodyOut& result = t.args.outs[static_cast<size_t>(in.to)];
   for (const Segment& s : t.segments) {
-    float* out = t.args.out + s.row * t.args.out_stride + in.d;
+    float* out = result.data + s.row * result.stride + in.d;
     if (s.begin == s.end) {
       for_columns(x.width, [&](int64_t c, auto n) { store(out + c, Floats{}, n); });
       continue;
@@ -309,7 +310,7 @@ void reduce(const Tile& t, const BodyStep& in) {
         combine(s, x, out, [](Floats a, Floats b) { return (b < a) | (b != b) ? b : a; });
         break;
       case Reduction::softmax:
-        join_softmax(s, x, t.view(in.b), t.state + in.to, out);
+        join_softmax(s, x, t.view(in.b), t.state + in.state, out);
         break;
     }
   }
@@ -317,9 +318,35 @@ void reduce(const Tile& t, const BodyStep& in) {
 
 void keep(const Tile& t, const BodyStep& in) {
   const View x = t.view(in.a);
+  const BodyOut& result = t.args.outs[static_cast<size_t>(in.to)];
   for (int64_t e = 0; e < t.edges; ++e) {
-    float* out = t.args.out + (t.first_edge + e) * t.args.out_stride;
+    float* out = result.data + (t.first_edge + e) * result.stride;
     for_columns(x.width, [&](int64_t c, auto n) { store(out + c, load(x.row(e) + c, n), n); });
+  }
+}
+
+void add_to(float* row, const float* x, int64_t width) {
+  for_columns(width, [&](int64_t c, auto n) { store(row + c, load(row + c, n) + load(x + c, n), n); });
+}
+
+// Adds the rows of a tile to those of their sources, or leaves them for add_pending.
+void scatter(const Tile& t, const BodyStep& in) {
+  const View x = t.view(in.a);
+  const BodyOut& result = t.args.outs[static_cast<size_t>(in.to)];
+  if (result.pending != nullptr) {
+    float* to = result.pending + (t.first_edge - result.pending_edge) * result.width;
+    for (int64_t e = 0; e < t.edges; ++e, to += result.width) {
+      for_columns(result.width, [&](int64_t c, auto n) { store(to + c, load(x.row(e) + c, n), n); });
+    }
+    return;
+  }
+  const int32_t* ids = t.args.csr.col + t.first_edge;
+  for (int64_t e = 0; e < t.edges; ++e) {
+    if (e + kAhead < t.edges) {
+      const float* ahead = result.data + ids[e + kAhead] * result.stride;
+      for (int64_t c = 0; c < x.width; c += 16) __builtin_prefetch(ahead + c, 1);
+    }
+    add_to(result.data + ids[e] * result.stride, x.row(e), x.width);
   }
 }
 
@@ -328,7 +355,7 @@ void add_totals(const Tile& t, const BodyStep& in) {
   for_columns(x.width, [&](int64_t c, auto) {
     Floats part{};
     for (int64_t e = 0; e < t.edges; ++e) part += load(x.row(e) + c);
-    store(t.totals + c, load(t.totals + c) + part);
+    store(t.totals + in.to + c, load(t.totals + in.to + c) + part);
   });
 }
 
@@ -338,7 +365,7 @@ void add_outer(const Tile& t, const BodyStep& in) {
   const int64_t padded = (columns + kBodyPad - 1) / kBodyPad * kBodyPad;
   for (int64_t h = 0; h < in.c; ++h) {
     const Factor a{left.data + h * rows, 1, left.stride, rows}, b{right.data + h * columns, right.stride, 1, t.edges};
-    add_product(a, b, columns, {t.totals, padded}, {t.totals, padded});
+    add_product(a, b, columns, {t.totals + in.to, padded}, {t.totals + in.to, padded});
   }
 }
 
@@ -372,6 +399,8 @@ void run_step(const Tile& t, const BodyStep& in, int64_t edges) {
       return add_totals(t, in);
     case BodyOp::outer:
       return add_outer(t, in);
+    case BodyOp::scatter:
+      return scatter(t, in);
   }
 }
 
@@ -418,6 +447,14 @@ void run_edge_body(const EdgeBodyArgs& args, int64_t row_begin, int64_t row_end,
     if (done > 0) run_tile(t);
   }
   if (!t.segments.empty()) run_tile(t);
+}
+
+void add_pending(const Csr& csr, const BodyOut& out, int64_t edge_end, int64_t source_begin, int64_t source_end) {
+  const float* x = out.pending;
+  for (int64_t e = out.pending_edge; e < edge_end; ++e, x += out.width) {
+    const int64_t source = csr.col[e];
+    if (source >= source_begin && source < source_end) add_to(out.data + source * out.stride, x, out.width);
+  }
 }
 
 }  // namespace gnnc::GNNC_ISA

@@ -1,14 +1,16 @@
 """Lowering of bodies: a C++ kernel runs them on tiles of edges, and keeps, reduces or sums their values."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from gnnc.ir.body import body_operands, values_of
-from gnnc.ir.nodes import argument, op_name, operand
+from gnnc.ir.nodes import argument, unpack
 from gnnc.runtime.cpu.edge_opcodes import Steps
 from gnnc.runtime.cpu.edge_ops import translate
+from gnnc.runtime.cpu.parts import Part, part_of
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import Expr, tuple_of
 from gnnc.runtime.registry import kernel
@@ -33,38 +35,56 @@ class EdgeBody:
     @planned
     def plan(node: Node) -> Steps:
         """Translate the body; refuse results that are not float32 and bodies with other ops."""
-        if node.meta["val"].dtype != torch.float32:
-            raise Refusal(f"the result is {node.meta['val'].dtype}")
-        build.fixed_width(node)
-        operands = values_of(body_operands(node))
-        for name, value in operands.items():
-            if name[0] != "c":
-                build.fixed_width(value)
-        return translate(argument(node, "body"), operands, _reductions(node))
+        return plan_steps(argument(node, "body"), (part_of(node),), (node,), body_operands(node))
 
     @staticmethod
     def emit(plan: Steps, node: Node, emitter: Emitter) -> None:
         """Write the call."""
-        rowptr, col = (emitter.vector(operand(node, name)) for name in ("rowptr", "col"))
-        given = body_operands(node)
-        *rows, consts, ids = plan.operands
-        groups: list[Expr] = [tuple_of(emitter.matrix(given[name]) for name in group) for group in rows]
-        groups.append(
-            tuple_of(
-                emitter.matrix(given[name]) if number in plan.tables else emitter.exact(given[name])
-                for number, name in enumerate(consts)
-            )
+        emit_steps(emitter, plan, unpack(node, "rowptr", "col"), body_operands(node), (node,))
+
+
+def plan_steps(
+    body: str, parts: Sequence[Part], results: Sequence[Node], operands: Mapping[str, Node]
+) -> Steps:
+    """Translate a body.
+
+    Args:
+        body: the body.
+        parts: the results.
+        results: the node of each result.
+        operands: the body's operands, by name.
+
+    Raises:
+        Refusal: a result is not float32, a width is not fixed, or no step computes an op of the body.
+    """
+    for result in results:
+        if result.meta["val"].dtype != torch.float32:
+            raise Refusal(f"the result is {result.meta['val'].dtype}")
+        build.fixed_width(result)
+    values = values_of(operands)
+    for name, value in operands.items():
+        if name[0] != "c":
+            build.fixed_width(value)
+    return translate(body, values, parts)
+
+
+def emit_steps(
+    emitter: Emitter, plan: Steps, edges: Sequence[Any], given: Mapping[str, Any], results: Sequence[Node]
+) -> None:
+    """Write the call of a body; ``edges`` are offsets and columns, ``given`` the operands by name."""
+    *rows, consts, ids = plan.operands
+    groups: list[Expr] = [tuple_of(emitter.matrix(given[name]) for name in group) for group in rows]
+    groups.append(
+        tuple_of(
+            emitter.matrix(given[name]) if number in plan.tables else emitter.exact(given[name])
+            for number, name in enumerate(consts)
         )
-        groups.append(tuple_of(emitter.vector(given[name]) for name in ids))
-        out = emitter.allocate(node, dense=_reductions(node) is None)
-        run = emitter.bind(torch.ops.gnnc_cpu_valid.edge_body.default, "edge_body")
-        tables = [emitter.bind(table, name) for name, table in plan.flat().items()]
-        emitter.call(run, [rowptr, col, *groups, *tables, out.written])
-
-
-def _reductions(node: Node) -> Sequence[str] | None:
-    """Return the reductions of a body's values by row: none for ``edge_map``; None for ``edge_sum``."""
-    if op_name(node) == "edge_sum":
-        return None
-    reduce = argument(node, "reduce", None)
-    return () if reduce is None else tuple(reduce.split(","))
+    )
+    groups.append(tuple_of(emitter.vector(given[name]) for name in ids))
+    sums = plan.sums(len(results))
+    outs = tuple_of(
+        emitter.allocate(result, dense=number in sums).written for number, result in enumerate(results)
+    )
+    run = emitter.bind(torch.ops.gnnc_cpu_valid.edge_body.default, "edge_body")
+    tables = [emitter.bind(table, name) for name, table in plan.flat().items()]
+    emitter.call(run, [*map(emitter.vector, edges), *groups, *tables, outs])

@@ -26,6 +26,7 @@ class BodyOp(IntEnum):
     KEEP = auto()
     TOTAL = auto()
     OUTER = auto()
+    SCATTER = auto()
 
 
 class Unary(IntEnum):
@@ -102,7 +103,7 @@ class Steps:
         operands: names of the body's inputs by group (destination, source, edge, constant, ids), in order.
         registers: width, and 1 if it is uniform, of each.
         weights: constant, 1 if that is ``[K, N]``, format, and constant of the scales or -1, of each.
-        places: the total of each element of a sum over all edges.
+        places: the total of each element of the sums over all edges, one after the other.
     """
 
     operands: tuple[list[str], ...] = field(default_factory=lambda: ([], [], [], [], []))
@@ -117,6 +118,11 @@ class Steps:
     def tables(self) -> set[int]:
         """Return the numbers of the constants whose rows are chosen by ids."""
         return {step[3] for step in self.steps if step[0] == BodyOp.LOAD and step[2] == 4}
+
+    def sums(self, count: int) -> set[int]:
+        """Return the numbers, of ``count`` results, of the sums over all edges: no step writes these."""
+        writers = (BodyOp.REDUCE, BodyOp.KEEP, BodyOp.SCATTER)
+        return set(range(count)) - {step[1] for step in self.steps if step[0] in writers}
 
     def flat(self) -> dict[str, tuple[int | float, ...]]:
         """Return the arguments of the op behind the operands, by name, in order."""
@@ -140,6 +146,7 @@ _READS: dict[BodyOp, tuple[int, ...]] = {
     BodyOp.KEEP: (2,),
     BodyOp.TOTAL: (2,),
     BodyOp.OUTER: (2, 3),
+    BodyOp.SCATTER: (2,),
 }
 """Places of the registers that a step reads."""
 

@@ -20,25 +20,26 @@ from gnnc.runtime.cpu.edge_steps import (
     register_of,
     table_of,
 )
+from gnnc.runtime.cpu.parts import Part
 from gnnc.runtime.row_program.build import Refusal
 
 _QUANTIZED = "int8/row"
 _POWERS = {2: Unary.SQUARE, 0.5: Unary.SQRT, -0.5: Unary.RSQRT, -1: Unary.RECIP}
 
 
-def translate(text: str, operands: dict[str, Tensor], reductions: Sequence[str] | None) -> Steps:
+def translate(text: str, operands: dict[str, Tensor], parts: Sequence[Part]) -> Steps:
     """Return the steps of a body.
 
     Args:
         text: the body.
         operands: a tensor of the shape and dtype of each operand, by name (``i0``, ``c0``); of all but
             constants the first size is not read.
-        reductions: reductions of the body's values; none: they are kept; None: the body sums over all edges.
+        parts: the results, in the order of the body's values.
 
     Raises:
         Refusal: the body has something that the steps have not.
     """
-    return Translator(text, operands, _SPECIAL).run(reductions)
+    return Translator(text, operands, _SPECIAL).run(parts)
 
 
 def _add(translator: Translator, node: Node) -> Value:
@@ -62,9 +63,14 @@ def _divided(translator: Translator, node: Node) -> Value:
 
 def _power(translator: Translator, node: Node) -> Value:
     exponent = node.args[1]
+    base = node.args[0]
+    if exponent == 1:
+        return translator.value_of(base)
+    if exponent == 3:  # x * x * x, as in ATen
+        return translator.binary(Binary.MUL, translator.unary(Unary.SQUARE, base), base)
     if isinstance(exponent, Node) or exponent not in _POWERS:
         raise Refusal(f"no step computes a power of {exponent}")
-    return translator.unary(_POWERS[exponent], node.args[0])  # type: ignore[index]
+    return translator.unary(_POWERS[exponent], base)  # type: ignore[index]
 
 
 def _leaky_relu(translator: Translator, node: Node) -> Value:

@@ -18,6 +18,7 @@ from torch.fx import Node, map_arg
 from gnnc.ir.body import EDGES, GROUPS, body_shapes, body_values, parse_body
 from gnnc.ir.nodes import aten_name, op_name
 from gnnc.runtime.cpu.edge_opcodes import Binary, BodyOp, Format, Reduction, Steps, Unary
+from gnnc.runtime.cpu.parts import Part
 from gnnc.runtime.row_program.build import Refusal
 
 _MOST_COLUMNS = 4096
@@ -165,36 +166,42 @@ class Translator:
         self._values: dict[Node, Any] = {}
         self._loaded: dict[int, int] = {}
         self._done: dict[Node, Value] = {}
+        self._totals = 0
 
-    def run(self, reductions: Sequence[str] | None) -> Steps:
-        """Return the steps; see ``translate`` for the reductions."""
+    def run(self, parts: Sequence[Part]) -> Steps:
+        """Return the steps; see ``translate`` for the parts."""
         for node in self._graph.nodes:
             if node.op == "placeholder":
                 self._values[node] = self._operand(node)
             elif node.op == "call_function":
                 self._values[node] = self._checked(node, self._call(node))
-        results = [self._values[value] for value in body_values(self._graph)]
-        if reductions is None:
-            if not isinstance(results[0], Total):
-                raise Refusal("its value is no sum over the edges that tiles add up")
-            self._steps.places = results[0].table.flatten().tolist()
-        elif reductions:
-            self._reduce(reductions, results)
-        else:
-            self.add(BodyOp.KEEP, -1, self.in_order(of_edges(results[0])))
+        results = iter([self._values[value] for value in body_values(self._graph)])
+        for number, part in enumerate(parts):
+            self._result(number, part, results)
         return self._steps
 
-    def _reduce(self, reductions: Sequence[str], results: list[Any]) -> None:
-        values, column, state = (self.in_order(of_edges(result)) for result in results), 0, 0
+    def _result(self, number: int, part: Part, results: Iterator[Any]) -> None:
+        """Add the steps that write a result, from the next values of the body."""
+        match part.kind:
+            case "all":
+                total = next(results)
+                if not isinstance(total, Total):
+                    raise Refusal("its value is no sum over the edges that tiles add up")
+                self._steps.places += total.table.flatten().tolist()
+            case "rows":
+                self._reduce(number, part.reductions, results)
+            case "edges":
+                self.add(BodyOp.KEEP, number, self.in_order(of_edges(next(results))))
+            case "sources":
+                self.add(BodyOp.SCATTER, number, self.in_order(of_edges(next(results))))
+
+    def _reduce(self, number: int, reductions: Sequence[str], results: Iterator[Any]) -> None:
+        values, column = (self.in_order(of_edges(result)) for result in results), 0
         for name in reductions:
             value = next(values)
-            width = self._steps.registers[value][0]
-            if name == "softmax":
-                self.add(BodyOp.REDUCE, state, value, next(values), Reduction.SOFTMAX, column)
-                state += 3 * _padded(width)
-            else:
-                self.add(BodyOp.REDUCE, 0, value, -1, Reduction[name.upper()], column)
-            column += width
+            weighted = next(values) if name == "softmax" else -1  # by the softmax of the first
+            self.add(BodyOp.REDUCE, number, value, weighted, Reduction[name.upper()], column)
+            column += self._steps.registers[value][0]
 
     def _operand(self, node: Node) -> Value | Ids:
         name, shape = str(node.target), self.shapes[node]
@@ -455,8 +462,10 @@ class Translator:
         if right.table.dim() != 2 or left.table.shape[0] != right.table.shape[0]:
             raise Refusal(f"{aten_name(node)} multiplies matrices of other numbers of edges")
         rows, columns = left.table.shape[1], right.table.shape[1]
-        self.add(BodyOp.OUTER, -1, self.in_order(left), self.in_order(right), left.table.shape[0])
-        return Total(torch.arange(rows)[:, None] * _padded(columns) + torch.arange(columns))
+        start, width = self._totals, _padded(columns)
+        self._totals += rows * width
+        self.add(BodyOp.OUTER, start, self.in_order(left), self.in_order(right), left.table.shape[0])
+        return Total(start + torch.arange(rows)[:, None] * width + torch.arange(columns))
 
     def total(self, value: Value, dims: Sequence[int], keepdim: bool) -> Total:
         """Add a sum over all edges, and over other dimensions."""
@@ -468,10 +477,12 @@ class Translator:
             value = self.fold(value, others, True)
         if value.table.shape[0] > 1:
             value = self.fold(value, [0], True)
-        self.add(BodyOp.TOTAL, -1, self.in_order(value))
+        start, width = self._totals, value.table.numel()
+        self._totals += _padded(width)
+        self.add(BodyOp.TOTAL, start, self.in_order(value))
         axes = {dim % whole.dim() for dim in dims}
         shape = [1 if d in axes else size for d, size in enumerate(whole.shape) if keepdim or d not in axes]
-        return Total(table_of(shape))
+        return Total(start + table_of(shape))
 
     def _call(self, node: Node) -> Any:
         if node in self._done:

@@ -1,5 +1,6 @@
 """Lowering of bodies that run in one pass over the edges: what they share is computed once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,10 @@ from gnnc.ir.body import (
 from gnnc.ir.joint_body import BY_SOURCE, JointBody
 from gnnc.ir.nodes import argument, first_operand, op_name, unpack
 from gnnc.ir.vjp import rename_operands
-from gnnc.runtime.cpu.edge_body import EdgeBody
-from gnnc.runtime.cpu.message import Part, Plan, emit_pass, part_of, plan_body
+from gnnc.runtime.cpu.edge_body import EdgeBody, emit_steps, plan_steps
+from gnnc.runtime.cpu.edge_opcodes import Steps
+from gnnc.runtime.cpu.message import Plan, emit_pass, plan_body
+from gnnc.runtime.cpu.parts import Part, part_of
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import Inner, Refusal, argument_of, planned
@@ -30,62 +33,116 @@ _BODIES = ("gnnc.message.default", "gnnc.edge_map.default", "gnnc.edge_sum.defau
 
 
 @dataclass(frozen=True, slots=True)
-class JointPlan:
-    """Plan of a pass, and the numbers of its operands.
+class Joint:
+    """Bodies of a submodule as one body.
 
     Attributes:
-        edges: numbers of the offsets and the columns.
-        groups: numbers of the operands of the joint body, by kind.
-        blocks: the pass.
+        body: text of the body.
+        parts: the results, in the order of the body's values.
+        edges: numbers of the offsets and the columns among the operands of the submodule.
+        groups: numbers of the operands of the body, by kind.
     """
 
+    body: str
+    parts: tuple[Part, ...]
     edges: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JointSteps:
+    """Plan of a pass of the C++ kernel."""
+
+    joint: Joint
+    steps: Steps
+
+
+@dataclass(frozen=True, slots=True)
+class JointBlocks:
+    """Plan of a pass in PyTorch's ops."""
+
+    joint: Joint
     blocks: Plan
 
 
-@kernel("fused:bodies", backend="cpu", name="joint_bodies", priority=10, elements=("int8",))
+@kernel(
+    "fused:bodies", backend="cpu", name="joint_bodies", priority=20, elements=("int8",), arithmetic="tiles"
+)
 class JointBodies:
-    """Kernel that computes several bodies block by block: what they share once."""
+    """Kernel that computes several bodies tile by tile: what they share once."""
 
     @staticmethod
     @planned
-    def plan(node: Node) -> JointPlan:
+    def plan(node: Node) -> JointSteps:
         """Join the bodies; refuse what the kernel of a single body refuses."""
         inner = Inner(node)
-        bodies = inner.some(*_BODIES)
-        if len(inner.results) != len(bodies):
-            raise Refusal("holds a body that nothing reads")
-        _check_arithmetic(bodies)
-        edges, joint = _edges(bodies), JointBody()
-        parts: list[Part] = []
-        values: list[Node] = []
-        for body in inner.results:
-            member, groups, part = _member(body)
-            values += joint.add(member, groups)
-            parts.append(part)
-        operands = {
-            f"{kind}{number}": value
-            for kind, group in zip(GROUPS, joint.operands, strict=True)
-            for number, value in enumerate(group)
-        }
-        text = joint.text(values)
-        _check_gain(bodies, text, operands)
-        return JointPlan(
-            edges=tuple(inner.operand(value, "the CSR") for value in edges),
-            groups=tuple(
-                tuple(inner.operand(value, "an operand") for value in group) for group in joint.operands
-            ),
-            blocks=plan_body(text, tuple(parts), list(inner.results), operands),
-        )
+        _, joint, operands = _join(inner)
+        return JointSteps(joint, plan_steps(joint.body, joint.parts, inner.results, operands))
 
     @staticmethod
-    def emit(plan: JointPlan, node: Node, emitter: Emitter) -> None:
+    def emit(plan: JointSteps, node: Node, emitter: Emitter) -> None:
         """Write the call."""
-        edges = [argument_of(node, number) for number in plan.edges]
-        groups = [[argument_of(node, number) for number in group] for group in plan.groups]
-        results = [result for result in emitter.outputs(node) if result is not None]
-        emit_pass(emitter, plan.blocks, [*edges, *groups], results)
+        edges, groups = _arguments(plan.joint, node)
+        given = _by_name(groups)
+        emit_steps(emitter, plan.steps, edges, given, _results(node, emitter))
+
+
+@kernel("fused:bodies", backend="cpu", name="joint_blocks", priority=10, elements=("int8",))
+class JointEdgeBlocks:
+    """Kernel that computes several bodies in PyTorch's ops, block by block: what they share once."""
+
+    @staticmethod
+    @planned
+    def plan(node: Node) -> JointBlocks:
+        """Join the bodies; refuse what the kernel of a single body refuses."""
+        inner = Inner(node)
+        bodies, joint, operands = _join(inner)
+        blocks = plan_body(joint.body, joint.parts, inner.results, operands)
+        _check_gain(bodies, joint.body, operands)
+        return JointBlocks(joint, blocks)
+
+    @staticmethod
+    def emit(plan: JointBlocks, node: Node, emitter: Emitter) -> None:
+        """Write the call."""
+        edges, groups = _arguments(plan.joint, node)
+        emit_pass(emitter, plan.blocks, [*edges, *groups], _results(node, emitter))
+
+
+def _join(inner: Inner) -> tuple[list[Node], Joint, dict[str, Node]]:
+    """Return the bodies of a submodule, and their joint body with its operands."""
+    bodies = inner.some(*_BODIES)
+    if len(inner.results) != len(bodies):
+        raise Refusal("holds a body that nothing reads")
+    _check_arithmetic(bodies)
+    edges, joint = _edges(bodies), JointBody()
+    parts: list[Part] = []
+    values: list[Node] = []
+    for body in inner.results:
+        member, groups, part = _member(body)
+        values += joint.add(member, groups)
+        parts.append(part)
+    numbers = tuple(tuple(inner.operand(value, "an operand") for value in group) for group in joint.operands)
+    csr = tuple(inner.operand(value, "the CSR") for value in edges)
+    return bodies, Joint(joint.text(values), tuple(parts), csr, numbers), _by_name(joint.operands)
+
+
+def _by_name(groups: Sequence[Sequence[Node]]) -> dict[str, Node]:
+    """Return the operands of a body by their names in it."""
+    return {
+        f"{kind}{number}": value
+        for kind, group in zip(GROUPS, groups, strict=True)
+        for number, value in enumerate(group)
+    }
+
+
+def _arguments(joint: Joint, node: Node) -> tuple[list[Node], list[list[Node]]]:
+    """Return offsets and columns, and the operands of the joint body, of a call."""
+    edges = [argument_of(node, number) for number in joint.edges]
+    return edges, [[argument_of(node, number) for number in group] for group in joint.groups]
+
+
+def _results(node: Node, emitter: Emitter) -> list[Node]:
+    return [result for result in emitter.outputs(node) if result is not None]
 
 
 def _edges(bodies: list[Node]) -> tuple[Node, Node]:

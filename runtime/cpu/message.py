@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch.fx import Node
 
 from gnnc.ir.body import GROUPS, body_operands, measure_body, values_of
 from gnnc.ir.message import pair_values, values_taken
-from gnnc.ir.nodes import argument, op_name, unpack
+from gnnc.ir.nodes import argument, unpack
 from gnnc.runtime.cpu.body import STORE, Tensors, evaluate
+from gnnc.runtime.cpu.parts import Part, part_of
 from gnnc.runtime.plans.spmm import REDUCTIONS
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import tuple_of
@@ -24,23 +25,6 @@ BLOCK_VALUES = 1 << 17
 """Elements of the widest value in a block: half a megabyte of floats."""
 
 _MIN_EDGES = 512
-
-
-Kind = Literal["rows", "sources", "edges", "all"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Result of a pass over the edges, of one or more values of the body.
-
-    Attributes:
-        kind: values of the edges are reduced by ``rows`` or added up by ``sources``, kept for ``edges``, or a
-            value that the edges of a block share is added up over ``all``.
-        reductions: names of the reductions by rows.
-    """
-
-    kind: Kind
-    reductions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +63,6 @@ class EdgeBlocks:
 @kernel("gnnc.edge_sum", backend="cpu", name="edge_sum_blocks", priority=10)
 class EdgeSum(EdgeBlocks):
     """Kernel that gathers, computes and sums block by block: no tensor of edges times features."""
-
-
-def part_of(node: Node) -> Part:
-    """Return the result that an op with a body makes."""
-    match op_name(node):
-        case "message":
-            return Part("rows", tuple(argument(node, "reduce").split(",")))
-        case "edge_map":
-            return Part("edges")
-    return Part("all")
 
 
 def plan_body(

@@ -107,12 +107,36 @@ def test_a_joint_pass_gives_the_results_and_gradients_of_eager(
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
 
 
-def test_two_bodies_that_share_little_stay_apart() -> None:
+def _kernels(compiled: gnnc.CompiledModel) -> set[str]:
+    return {kernel for _, kernel in compiled._dispatch.last.executable.kernels}
+
+
+def test_two_reductions_of_one_edge_mlp_are_one_pass() -> None:
     model = Equivariant()
     compiled = gnnc.compile(model, precision="fp32")
     with torch.no_grad():
         compiled(*_arguments(model, _graph("plain")))
-    assert _groups(compiled) == []
+    assert _groups(compiled) == [2]
+    assert "joint_bodies" in _kernels(compiled)
+
+
+class Sines(EdgeStates):
+    """Edge states of which one step has no C++ kernel."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, attr: Tensor) -> tuple[Tensor, Tensor]:
+        src, dst = edge_index
+        edges = torch.sin(self.mlp(torch.cat([x[dst], x[src], attr], 1)))
+        return scatter(edges, dst, 0, x.shape[0], "sum"), edges
+
+
+def test_bodies_that_tiles_have_no_steps_for_are_one_pass_in_blocks() -> None:
+    model = Sines()
+    given = _arguments(model, _graph("hub"))
+    compiled = gnnc.compile(model, precision="fp32")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-4, atol=1e-4)
+    assert "joint_blocks" in _kernels(compiled)
+    assert "kernel joint_bodies declined: no step computes sin" in compiled.explain()
 
 
 def test_an_extremum_and_its_comparisons_stay_with_one_kernel() -> None:

@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from edge_bodies import Groups, edge_body
-from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, same_at_any_thread_count, star
+from edge_bodies import Groups, edge_bodies, edge_body
+from kernel_graphs import (
+    GRAPHS,
+    Graph,
+    random_graph,
+    relative_error,
+    same_at_any_thread_count,
+    star,
+    threads,
+)
 from torch import Tensor, nn
 from torch_geometric.nn import GATv2Conv, MessagePassing
 
@@ -16,6 +24,7 @@ from gnnc.ir.message import MESSAGE_REDUCTIONS
 from gnnc.runtime.cpu.edge_opcodes import Binary, BodyOp, Reduction, Unary
 from gnnc.runtime.cpu.edge_ops import translate
 from gnnc.runtime.cpu.edge_steps import runs_of
+from gnnc.runtime.cpu.parts import Part
 from gnnc.runtime.row_program.build import Refusal
 
 HEADER = Path(__file__).parents[2] / "csrc/cpu/edge_body.h"
@@ -138,6 +147,96 @@ def test_sums_over_all_edges(graph: str, body: str) -> None:
     assert relative_error(got, want) < 1e-5
 
 
+SEVERAL = (
+    "t0 = aten.add.Tensor(i0, j0); t1 = aten.linear.default(t0, c1, c2); t2 = aten.relu.default(t1); "
+    "t3 = aten.t.default(t2); t4 = aten.mm.default(t3, e0); t5 = aten.sum.dim_IntList(t2, [0]); "
+    "t6 = aten.slice.Tensor(t2, 1, 0, 5); return [t6, t2, t1, t4, t2, t5, t2, e0]"
+)
+"""Body of seven results: by source, by destination, for each edge, and over all edges."""
+PARTS = (
+    Part("sources"),
+    Part("rows", ("max", "sum")),
+    Part("all"),
+    Part("edges"),
+    Part("all"),
+    Part("rows", ("mean",)),
+    Part("sources"),
+)
+
+
+def several(g: Graph, groups: Groups) -> list[Tensor]:
+    """Return what SEVERAL computes, by the kernel."""
+    edges, sources = g.num_edges, g.num_src
+    shapes = [(sources, 5), (g.num_dst, 32), (16, 5), (edges, 16), (16,), (g.num_dst, 16), (sources, 5)]
+    return edge_bodies(g, SEVERAL, PARTS, groups, shapes)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_several_results_in_one_pass(graph: str) -> None:
+    g = GRAPHS[graph]()
+    groups = operands(g)
+    i, j, e, c = exact(groups)
+    col, dst = g.col.long(), g.dst()
+    logits = torch.nn.functional.linear(i[0][dst] + j[0][col], c[1], c[2])
+    state = logits.relu()
+
+    def by_row(reduce: str, value: Tensor) -> Tensor:
+        body = "t0 = aten.mul.Tensor(e0, 1.0); return t0"
+        return torch.ops.gnnc.message(g.rowptr, g.col, body, reduce, [], [], [value], [], g.num_dst)
+
+    def by_source(value: Tensor) -> Tensor:
+        return torch.zeros(g.num_src, 5, dtype=value.dtype).index_add(0, col, value)
+
+    wanted = [
+        by_source(state[:, :5]),
+        torch.cat([by_row("max", state), by_row("sum", logits)], 1),
+        state.t() @ e[0],
+        state,
+        state.sum(0),
+        by_row("mean", state),
+        by_source(e[0]),
+    ]
+    first = several(g, groups)
+    for number, want in enumerate(wanted):
+        got = same_at_any_thread_count(lambda number=number: several(g, groups)[number])
+        assert torch.equal(got, first[number])
+        assert relative_error(got, want) < 1e-5
+
+
+def test_a_sum_by_source_has_the_same_bits_where_rows_wait_and_where_they_do_not() -> None:
+    g = random_graph(900, 3000, 60000)
+    j = torch.randn(g.num_src, 70)
+    body, parts = "t0 = aten.mul.Tensor(j0, j0); return t0", [Part("sources")]
+    one, two = (at_threads(count, g, body, parts, j) for count in (1, 2))
+    assert torch.equal(one, two)
+    counts = torch.bincount(g.col.long(), minlength=g.num_src).double()
+    assert relative_error(one, j.double().square() * counts[:, None]) < 1e-5
+
+
+def at_threads(count: int, g: Graph, body: str, parts: list[Part], j: Tensor) -> Tensor:
+    with threads(count):
+        return edge_bodies(g, body, parts, ([], [j], [], []), [(g.num_src, j.shape[1])])[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "rows", "reason"),
+    [
+        ([Part("sources"), Part("sources")], [40, 39], "must be in 0..38"),
+        ([Part("edges"), Part("sources")], [98, 40], "must have 99 rows"),
+        ([Part("rows", ("sum",)), Part("edges")], [29, 99], "must have 30 rows"),
+    ],
+)
+def test_results_with_other_numbers_of_rows_are_refused(
+    parts: list[Part], rows: list[int], reason: str
+) -> None:
+    g = random_graph(40, 30, 99)
+    g.col[7] = 39
+    body = "t0 = aten.add.Tensor(i0, j0); return [t0, t0]"
+    given = [torch.randn(30, 16)], [torch.randn(40, 16)], list[Tensor](), list[Tensor]()
+    with pytest.raises(RuntimeError, match=reason):
+        edge_bodies(g, body, parts, given, [(count, 16) for count in rows])
+
+
 def test_a_value_has_the_same_bits_wherever_the_edge_is() -> None:
     g = random_graph(40, 30, 999)
     i, j, e, c = operands(g)
@@ -178,7 +277,7 @@ def test_what_is_not_finite_stays_so(bad: float, reduce: str) -> None:
 def test_refuses(body: str, reason: str) -> None:
     given = {"j0": torch.randn(5, 16), "j1": torch.arange(5), "c0": torch.randn(16, 16)}
     with pytest.raises(Refusal, match=reason):
-        translate(body, given | {"c1": torch.randn(16, 16)}, ())
+        translate(body, given | {"c1": torch.randn(16, 16)}, [Part("edges")])
 
 
 @pytest.mark.parametrize("bad", [-1, 16, 2**40])

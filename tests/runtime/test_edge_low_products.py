@@ -13,6 +13,7 @@ from torch_geometric.nn import EdgeConv
 import gnnc
 from gnnc.runtime.cpu.edge_opcodes import BodyOp, Format
 from gnnc.runtime.cpu.edge_ops import translate
+from gnnc.runtime.cpu.parts import Part
 from gnnc.runtime.row_program.build import Refusal
 
 HEADER = Path(__file__).parents[2] / "csrc/cpu/edge_body.h"
@@ -137,14 +138,14 @@ def test_other_forms_are_refused(body: str, reason: str):
     groups = operands(random_graph(4, 4, 9), 16, 16)
     named = {f"{kind}{n}": t for kind, group in zip("ijec", groups, strict=True) for n, t in enumerate(group)}
     with pytest.raises((Refusal, RuntimeError), match=reason):
-        translate(body, named, ())
+        translate(body, named, [Part("edges")])
 
 
 def test_one_quantization_serves_two_products():
     g = random_graph(4, 4, 9)
     groups = operands(g, 16, 16)
     named = {f"{kind}{n}": t for kind, group in zip("ijec", groups, strict=True) for n, t in enumerate(group)}
-    steps = [step[0] for step in translate(INTEGERS["twice"], named, ()).steps]
+    steps = [step[0] for step in translate(INTEGERS["twice"], named, [Part("edges")]).steps]
     assert (steps.count(BodyOp.NARROW), steps.count(BodyOp.PRODUCT)) == (1, 2)
 
 

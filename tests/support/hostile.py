@@ -11,13 +11,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from edge_bodies import arguments
+from edge_bodies import arguments, arguments_of
 from kernel_graphs import STORE_F32, Graph, codes, random_graph
 from torch import Tensor
 
 from gnnc.errors import GnncError
 from gnnc.ir.op import REGISTRY
 from gnnc.runtime.cpu import library
+from gnnc.runtime.cpu.parts import Part
 from gnnc.runtime.row_program.opcodes import Op
 from gnnc.tensor_state import storage_fault
 
@@ -137,9 +138,10 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
             (torch.tensor([0, 2]), *torch.randn(2, 2, 3), torch.zeros(3, 3), torch.zeros(1, 3)),
         ],
         "edge_body": [
-            (*_edge_body(g, _EDGE_MLP, "sum,softmax", x), torch.zeros(ROWS, 8)),
-            (*_edge_body(g, _EDGE_CHOSEN, "mean", x), torch.zeros(ROWS, width)),
-            (*_edge_body(g, _EDGE_OUTER, None, x), torch.zeros(4, width)),
+            (*_edge_body(g, _EDGE_MLP, "sum,softmax", x), [torch.zeros(ROWS, 8)]),
+            (*_edge_body(g, _EDGE_CHOSEN, "mean", x), [torch.zeros(ROWS, width)]),
+            (*_edge_body(g, _EDGE_OUTER, None, x), [torch.zeros(4, width)]),
+            _several_results(g, x),
         ],
         "attention": [
             (g.rowptr, g.col, x, None, 0, *ends, None, *numbers, per_edge, None, *program()),
@@ -161,6 +163,13 @@ def _edge_body(g: Graph, body: str, reduce: str | None, x: Tensor) -> tuple[Any,
     edge = [torch.randn(EDGES, 4), torch.arange(EDGES) % 4]
     groups = [x], [x.clone()], edge, [torch.randn(4, x.shape[1]), torch.randn(4)]
     return arguments(g, body, reduce, groups)
+
+
+def _several_results(g: Graph, x: Tensor) -> tuple[Any, ...]:
+    parts = [Part("sources"), Part("edges"), Part("all")]
+    body = "t0 = aten.mul.Tensor(j0, j0); t1 = aten.sum.dim_IntList(j0, [0]); return [t0, j0, t1]"
+    outs = [torch.zeros(rows, x.shape[1]) for rows in (ROWS, EDGES, 1)]
+    return (*arguments_of(g, body, parts, ([], [x], [], [])), outs)
 
 
 def _long_program(width: int) -> tuple[Any, ...]:
