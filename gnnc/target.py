@@ -155,6 +155,8 @@ class Target:
             of activations, and sums of all rows (``gnnc.ir.row_steps.GRADIENT_STEPS``).
         sums_in_maps: whether, of its row programs, those without an aggregation and without a product but one
             in FP32 alone have a sum of all rows.
+        row_bodies: whether a kernel computes rows element by element: masks, concatenations.
+        row_bodies_in_16_bits: whether that kernel stores rows of 16 bits, too.
         widens_operands: whether its row programs read matrices of 16 bits, where a cast to FP32 stands.
         fused_gemm_tn: whether its product over all rows rounds FP32 rows as it loads them, and divides the
             result by a number of the device.
@@ -181,6 +183,8 @@ class Target:
     epilogue_scales: bool = False
     gradient_steps: frozenset[str] = frozenset()
     sums_in_maps: bool = False
+    row_bodies: bool = False
+    row_bodies_in_16_bits: bool = False
     widens_operands: bool = False
     fused_gemm_tn: bool = False
     attention_backward: int = 0

@@ -36,6 +36,7 @@ from gnnc.ir.row_steps import GRADIENT_STEPS
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.grouping import Group, Partition, contract
+from gnnc.passes.rewrite.row_bodies import grow_row_bodies
 from gnnc.target import Target
 from gnnc.torch_private import statically_known_true
 
@@ -85,17 +86,18 @@ class Fuse:
                 partition.reserve(attention.covers, "attention")
         for node in gm.graph.nodes:
             _anchor(partition, node, ctx.target)
+        bodies = grow_row_bodies(partition, list(gm.graph.nodes), ctx.target)
         for node in gm.graph.nodes:
-            self._map(partition, node, ctx.target)
+            self._map(partition, node, ctx.target, is_stored=node in bodies)
             if _has_scaled_copy(node) or _is_scaled(node) or _whole_scale(node):
                 self._map(partition, node, ctx.target)
         _drop_useless(partition)
         _explain(gm.graph, partition, ctx)
         return contract(gm, partition)
 
-    def _map(self, partition: Partition, source: Node, target: Target) -> None:
-        """Group the row-local ops that read ``source``, where no anchor computes it."""
-        is_free = _is_half(source) or _is_scaled(source) or _has_scaled_copy(source)
+    def _map(self, partition: Partition, source: Node, target: Target, *, is_stored: bool = False) -> None:
+        """Group the row-local ops that read ``source``, unless an anchor computes it as a row."""
+        is_free = is_stored or _is_half(source) or _is_scaled(source) or _has_scaled_copy(source)
         is_free = is_free or _whole_scale(source) is not None
         is_grouped = partition.group_of(source) and not is_free
         if not _has_rows(source) or is_grouped or is_weight(source):

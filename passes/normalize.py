@@ -1,10 +1,10 @@
 """Normalize: give every computation one spelling, so that ``raise`` finds the regions.
 
-The pass removes asserts, copies (but of outputs that they make contiguous), no-op views, permutations
-and casts, expansions that broadcasting does anyway, and dropout in eval mode. Every constant fill
-becomes ``aten.full``, every view a ``reshape``. Dimensions become non-negative. Equal computations
-become one node, and each symbolic size has one node. If two equal masks merge, the sizes of their
-selections (``u0``, ``u1``) merge too: later shapes are inferred again, or layer 2 would get another
+The pass removes asserts, copies (but of outputs that they make contiguous), no-op views, permutations and
+casts, concatenations of one tensor, expansions that broadcasting does anyway, and dropout in eval mode.
+Every constant fill becomes ``aten.full``, every view a ``reshape``. Dimensions become non-negative. Equal
+computations become one node, and each symbolic size has one node. If two equal masks merge, the sizes of
+their selections (``u0``, ``u1``) merge too: later shapes are inferred again, or layer 2 would get another
 graph than layer 1.
 """
 
@@ -335,7 +335,21 @@ def _times_one(node: Node) -> Node | None:
     return None
 
 
-_RULES: tuple[Callable[[Node], Any], ...] = (_copy, _view, _permutation, _cast, _dropout, _times_one)
+def _once(node: Node) -> Node | None:
+    """Return the operand of a concatenation of one tensor, or of a repetition of a tensor as it is."""
+    if str(node.target) == "aten.cat.default":
+        tensors = argument(node, "tensors")
+        return tensors[0] if len(tensors) == 1 else None
+    if str(node.target) != "aten.repeat.default":
+        return None
+    source, repeats = unpack(node, "self", "repeats")
+    same = len(repeats) == len(shape_of(source)) and all(
+        type(count) is int and count == 1 for count in repeats
+    )
+    return source if same else None
+
+
+_RULES: tuple[Callable[[Node], Any], ...] = (_copy, _view, _permutation, _cast, _dropout, _times_one, _once)
 
 
 def _is_plain_full(node: Node) -> bool:

@@ -1,6 +1,7 @@
 """Reorder: move linear layers before or after aggregation, and separable edge weights out of the kernel.
 
 Both follow from the linearity of aggregation: ``A(XW) = (AX)W`` and ``diag(a) A diag(b) X = a * A(b * X)``.
+Linear layers of scaled matrices side by side are split: ``cat([X, a * X]) W = X W0 + a * (X W1)``.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from gnnc.ir.nodes import argument, first_operand, operand, same_size, shape_of,
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context
+from gnnc.passes.reordering.concatenated import split_concatenated
 from gnnc.passes.reordering.edge_lift import lift_from_edges
 from gnnc.passes.reordering.finite_where_read import zero_unless_destination, zero_unless_source
 from gnnc.passes.reordering.linear_order import LinearOrder
@@ -45,6 +47,7 @@ class Reorder:
         gm = parts.forward
         assumed_sizes = AssumedSizes(gm, ctx.examples, self.edges_per_node)
         lift_from_edges(gm, assumed_sizes, ctx)
+        split_concatenated(gm, ctx)
         LinearOrder(gm, assumed_sizes, self.min_gain, ctx).run()
         if parts.structure is not None:
             _separate(gm, parts.structure, ctx)

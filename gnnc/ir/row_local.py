@@ -25,6 +25,7 @@ from gnnc.ir.nodes import (
     operand,
     result_index,
     same_shape,
+    same_size,
     shape_or_none,
     unpack,
 )
@@ -259,7 +260,7 @@ def _has_fixed_columns(node: Node) -> bool:
 
 
 def _classify_single(node: Node, acc: Accumulator) -> RowOp | None:
-    if aten_name(node) in ROW_VIEWS:
+    if aten_name(node) in ROW_VIEWS or _is_unit_select(node):
         source = operand(node, "self")
         has_same_rows = source in acc and _keeps_rows(node, source)
         return RowOp(node, (), "view", (node,)) if has_same_rows else None
@@ -267,6 +268,15 @@ def _classify_single(node: Node, acc: Accumulator) -> RowOp | None:
     if not steps or not is_float(node) or not _same_shape(node, acc):
         return None
     return RowOp(node, steps, "chain", (node,))
+
+
+def _is_unit_select(node: Node) -> bool:
+    """Return whether a node selects the only index of a dimension that is not that of the rows."""
+    if aten_name(node) != "select.int":
+        return False
+    source, dim = unpack(node, "self", "dim")
+    shape = shape_or_none(source) or ()
+    return 0 < dim < len(shape) and same_size(shape[dim], 1)
 
 
 def _same_shape(node: Node, acc: Accumulator) -> bool:

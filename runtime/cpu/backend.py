@@ -26,6 +26,7 @@ def create(device: torch.device | None) -> Backend:
             body_products=frozenset({"bf16", "int8"}),
             epilogue_scales=True,
             gradient_steps=GRADIENT_STEPS - {"div_tensor", "fp16_scale"},
+            row_bodies=True,
             widens_operands=True,
             fused_gemm_tn=True,
             attention_backward=_MOST_COLUMNS,

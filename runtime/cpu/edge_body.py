@@ -40,7 +40,8 @@ class EdgeBody:
     @staticmethod
     def emit(plan: Steps, node: Node, emitter: Emitter) -> None:
         """Write the call."""
-        emit_steps(emitter, plan, unpack(node, "rowptr", "col"), body_operands(node), (node,))
+        edges = [emitter.vector(end) for end in unpack(node, "rowptr", "col")]
+        emit_steps(emitter, plan, edges, body_operands(node), (node,))
 
 
 def plan_steps(
@@ -69,7 +70,7 @@ def plan_steps(
 
 
 def emit_steps(
-    emitter: Emitter, plan: Steps, edges: Sequence[Any], given: Mapping[str, Any], results: Sequence[Node]
+    emitter: Emitter, plan: Steps, edges: Sequence[Expr], given: Mapping[str, Any], results: Sequence[Node]
 ) -> None:
     """Write the call of a body; ``edges`` are offsets and columns, ``given`` the operands by name."""
     *rows, consts, ids = plan.operands
@@ -87,4 +88,4 @@ def emit_steps(
     )
     run = emitter.bind(torch.ops.gnnc_cpu_valid.edge_body.default, "edge_body")
     tables = [emitter.bind(table, name) for name, table in plan.flat().items()]
-    emitter.call(run, [*map(emitter.vector, edges), *groups, *tables, outs])
+    emitter.call(run, [*edges, *groups, *tables, outs])

@@ -84,7 +84,7 @@ class JointBodies:
         """Write the call."""
         edges, groups = _arguments(plan.joint, node)
         given = _by_name(groups)
-        emit_steps(emitter, plan.steps, edges, given, _results(node, emitter))
+        emit_steps(emitter, plan.steps, list(map(emitter.vector, edges)), given, _results(node, emitter))
 
 
 @kernel("fused:bodies", backend="cpu", name="joint_blocks", priority=10, elements=("int8",))

@@ -1,0 +1,49 @@
+"""Lowering of elementwise ops on rows that branch, mask or concatenate: their body becomes CUDA C++."""
+
+from torch.fx import Node
+
+from gnnc.ir.nodes import shape_of
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, pointer
+from gnnc.runtime.cuda.kernels import message
+from gnnc.runtime.cuda.kernels.edge_body import write_body
+from gnnc.runtime.cuda.kernels.epilogue import TYPES
+from gnnc.runtime.plans import row_body
+from gnnc.runtime.program.launches import expr
+from gnnc.runtime.registry import BYTES, kernel
+from gnnc.runtime.row_program.build import Refusal, argument_of, planned
+
+_SINGLE = tuple(
+    f"aten.{name}"
+    for name in (
+        "add sub rsub mul div neg abs exp log sqrt rsqrt reciprocal square pow relu sigmoid tanh silu "
+        "elu gelu leaky_relu softplus clamp clamp_min clamp_max maximum minimum masked_fill where "
+        "cat _to_copy"
+    ).split()
+)
+"""Ops that run in the kernel by themselves, too: a call of launches alone is replayed as a CUDA graph."""
+
+
+@kernel("fused:map", *_SINGLE, backend="cuda", name="row_body", priority=5, elements=BYTES)
+class RowBody:
+    """Kernel of ``csrc/cuda/dense/row_body.cuh``: each thread computes an element of the result."""
+
+    @staticmethod
+    @planned
+    def plan(node: Node) -> row_body.Plan:
+        """Take bodies whose elements a thread can compute by itself."""
+        plan = row_body.plan(node)
+        values = {name: argument_of(node, index).meta["val"] for name, index in plan.operands}
+        if write_body(plan.body, values, dict.fromkeys(values, 1)).products:
+            raise Refusal("it multiplies by a weight")
+        return plan
+
+    @staticmethod
+    def emit(plan: row_body.Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launch."""
+        body = message.write_functor(message.Plan(plan.body, None, plan.operands), node, emitter)
+        count = emitter.size(shape_of(node)[0])
+        out = emitter.allocate(node, dense=plan.width == 1)  # a vector for what reads a number a row
+        kind, stride = TYPES[plan.dtype], emitter.row_stride(node)
+        grid = expr("({})", blocks(expr("{} * {}", count, plan.width), BLOCK))
+        kernel = f"gnnc::row_body<{plan.width}, {stride}, {kind}, {body.name}>"
+        emitter.launch(kernel, grid, [pointer(out.written), count, *body.pointers])
