@@ -107,7 +107,7 @@ __device__ __forceinline__ Run run_of_warp(const Runs& runs) {
 }
 
 template <int kHeads, class Constants>
-__global__ void __launch_bounds__(256) edge_softmax(const EdgeSoftmaxArgs a) {
+__global__ void __launch_bounds__(256, 4) edge_softmax(const EdgeSoftmaxArgs a) {
   begin_kernel();
   using Softmax = EdgeSoftmax<kHeads, Constants>;
   const Softmax softmax{a};
@@ -127,9 +127,10 @@ __global__ void __launch_bounds__(256) edge_softmax(const EdgeSoftmaxArgs a) {
     if (run.slot < 0) return;
     const auto join = [&](const Split&, int32_t slot, int32_t apart, int32_t count, bool) {
       for (int h = Softmax::lane(); h < kHeads; h += 32) {
-        float2 total = make_float2(kNoLogit, 0.0f);
+        const float2 nothing = make_float2(kNoLogit, 0.0f);
+        float2 total = nothing;
         const auto load = [&](int32_t part) { return __ldcg(softmax.staged(slot + part * apart) + h); };
-        each_part<4>(count, total, load, [&](float2 part) { total = joined_stats(total, part); });
+        each_part<4>(count, nothing, load, [&](float2 part) { total = joined_stats(total, part); });
         softmax.staged(slot)[h] = total;
       }
       __syncwarp();
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(256) edge_softmax(const EdgeSoftmaxArgs a) {
 
 // edge_softmax_parts: writes alpha of the rows that are split, from the statistics that edge_softmax left.
 template <int kHeads, class Constants>
-__global__ void __launch_bounds__(256) edge_softmax_parts(const EdgeSoftmaxArgs a) {
+__global__ void __launch_bounds__(256, 4) edge_softmax_parts(const EdgeSoftmaxArgs a) {
   begin_kernel();
   using Softmax = EdgeSoftmax<kHeads, Constants>;
   const Softmax softmax{a};
