@@ -36,6 +36,7 @@ TARGET = Target(
     quantized_attention_gradients=True,
     fused_gemm_tn=True,
     static_features=True,
+    quantized_columns=6272,
     narrow_rows=CUDA_NARROW_ROWS,
     sorts_with_loops=True,
     int32_columns=True,
