@@ -329,6 +329,7 @@ class CompiledModel(ModelProxy):
             chosen=[*knowledge.chosen, *precision_remarks(options)],
             eager=self._eager_methods,
             gradient_errors=program.gradient_errors,
+            launches=program.executable.launches,
             cuts=None if program.tuned is None else list(map(str, program.tuned)),
         )
 

@@ -73,6 +73,7 @@ class ProgramReport:
         chosen: what ``auto`` says of its choice, a line each.
         eager: names of methods that were taken from the compiled model, and are not compiled.
         gradient_errors: relative L2 errors of a step on the example inputs, where a pass asks for them.
+        launches: whether calls are replayed as a CUDA graph, and why not; None: the device has none.
         cuts: what ``tune()`` measured last, a line for each table of that graph; None: nothing was measured.
     """
 
@@ -89,6 +90,7 @@ class ProgramReport:
     choices: Mapping[str, Chosen] = field(default_factory=dict)
     chosen: Sequence[str] = ()
     eager: Sequence[str] = ()
+    launches: str | None = None
     cuts: Sequence[str] | None = None
     gradient_errors: Sequence[tuple[str, float]] | None = None
 
@@ -138,7 +140,8 @@ def summary_text(report: ProgramReport, values: Sequence[Any] | None = None) -> 
             choices=report.choices,
         )
     ]
-    return "\n".join([summary_table(rows), *_error_lines(report)])
+    launches = [f"Launches: {report.launches}"] if report.measured and report.launches else []
+    return "\n".join([summary_table(rows), *launches, *_error_lines(report)])
 
 
 def _error_lines(report: ProgramReport) -> list[str]:
@@ -175,6 +178,7 @@ def explain_text(report: ProgramReport) -> str:
         **({EAGER_METHODS: eager_methods(report.eager)} if report.eager else {}),
         **choice,
         **cuts,
+        **({} if report.launches is None else {"Launches": [report.launches]}),
         "Stayed FP32": stayed_fp32(report, graphs),
         "Stayed ATen": stayed_aten(report, graphs),
         **(

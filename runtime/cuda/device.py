@@ -15,7 +15,7 @@ from gnnc.runtime.cuda.driver.nan_flag import NanFlag
 from gnnc.runtime.cuda.driver.nvrtc import Resources, resources_of
 from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.formats.tables import write_give_back
-from gnnc.runtime.cuda.graphs.recording import Recording, recording
+from gnnc.runtime.cuda.graphs.recording import Recording, obstacle, recording
 from gnnc.runtime.cuda.memory import CudaArena, CudaArenaPool
 from gnnc.runtime.program.device import Device
 from gnnc.runtime.program.launches import Expr
@@ -29,6 +29,7 @@ class CudaBuild:
 
     Attributes:
         recording: the recording form of the program; None where it is not launches alone.
+        obstacle: what keeps it from being recorded, or None.
         resources: registers and memory of each kernel, by C++ name.
         code_hash: hash of the machine code.
         structure: positions of the placeholders that are parts of the graph's structure.
@@ -36,6 +37,7 @@ class CudaBuild:
     """
 
     recording: Recording | None
+    obstacle: str | None
     resources: dict[str, Resources]
     code_hash: str
     structure: list[int]
@@ -61,6 +63,7 @@ class CudaDevice(Device):
         digests = b"".join(hashlib.sha256(part.cubin).digest() for part in code.values())
         return CudaBuild(
             recording(emitter, results),
+            obstacle(emitter),
             resources_of(code),
             hashlib.sha256(digests).hexdigest(),
             structure,

@@ -75,6 +75,7 @@ class CudaExecutable(Executable):
         recording = self.recording if cuda_graph is not False else None
         self._replayed = None if recording is None else self._as_graph(recording)
         self._graph_wins: bool | None = True if cuda_graph is True else None
+        self._is_refused = False
         self._trials = 0
         self._trial: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
@@ -106,6 +107,21 @@ class CudaExecutable(Executable):
     def replays(self) -> bool:
         """Return whether calls launch a CUDA graph; under "auto" this is decided after a few calls."""
         return self._replayed is not None and self._graph_wins is True
+
+    @property
+    def launches(self) -> str:
+        """Say whether calls are replayed as a CUDA graph, and why not."""
+        if self.replays:
+            return "each call is replayed as one CUDA graph"
+        if self.recording is None:
+            return f"kernels are launched one by one: {self.built.obstacle}"
+        if self._replayed is None:
+            return "kernels are launched one by one: cuda_graph=False"
+        if self._graph_wins is None:
+            return "kernels are launched one by one as yet: the first calls are timed"
+        if self._is_refused:
+            return "kernels are launched one by one: the driver refused a graph"
+        return f"kernels are launched one by one: they run for more than {GRAPH_BELOW_MS} ms a call"
 
     @property
     def was_captured(self) -> bool:
@@ -188,7 +204,7 @@ class CudaExecutable(Executable):
         )
 
     def _refuse_graphs(self, error: BackendError) -> None:
-        self._graph_wins = False
+        self._graph_wins, self._is_refused = False, True
         warnings.warn(f"gnnc launches kernels one by one from here on: {error}", stacklevel=3)
 
     def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:

@@ -9,7 +9,7 @@ from gnnc.errors import BackendError
 from gnnc.runtime.cuda.driver.kernel_set import KernelSet
 from gnnc.runtime.cuda.driver.nvrtc import CompiledCode
 from gnnc.runtime.cuda.emitter import CudaEmitter
-from gnnc.runtime.cuda.graphs.recording import Recording, recording
+from gnnc.runtime.cuda.graphs.recording import Recording, obstacle, recording
 from gnnc.runtime.program.device import Device
 from gnnc.runtime.program.executable import Executable, Timing
 from gnnc.runtime.program.launches import Expr
@@ -23,11 +23,13 @@ class OfflineBuild:
     Attributes:
         kernel_set: the kernels.
         recording: the recording form of the program; None where it is not launches alone.
+        obstacle: what keeps it from being recorded, or None.
         code: the compiled code of each kernel, by architecture and C++ name.
     """
 
     kernel_set: KernelSet
     recording: Recording | None
+    obstacle: str | None
     code: dict[str, dict[str, CompiledCode]]
 
 
@@ -46,7 +48,7 @@ class OfflineDevice(Device):
         kernel_set = emitter.kernel_set
         recorded = recording(emitter, results)
         code = {name: kernel_set.compile(name) for name in self._architectures} if kernel_set.names else {}
-        return OfflineBuild(kernel_set, recorded, code)
+        return OfflineBuild(kernel_set, recorded, obstacle(emitter), code)
 
 
 class OfflineExecutable(Executable):
@@ -70,6 +72,13 @@ class OfflineExecutable(Executable):
         super().__init__(graph_module, pool, check_finite=check_finite, device=OfflineDevice(architectures))
         built: OfflineBuild = self.built
         self.kernel_set, self.recording, self.code = built.kernel_set, built.recording, built.code
+
+    @property
+    def launches(self) -> str:
+        """Say whether calls could be replayed as a CUDA graph, and why not."""
+        if self.recording is None:
+            return f"kernels are launched one by one: {self.built.obstacle}"
+        return "each call can be replayed as one CUDA graph"
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Refuse to run.

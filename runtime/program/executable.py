@@ -110,6 +110,11 @@ class Executable:
 
     # Running
 
+    @property
+    def launches(self) -> str | None:
+        """Say whether calls are replayed as a CUDA graph, and why not; None: the device has none."""
+        return None
+
     def check(self) -> None:
         """Raise what the device has found since an earlier call; the CPU raises errors at once."""
 

@@ -117,3 +117,5 @@ def test_auto_replays_what_takes_less_than_the_limit_alone(
     program = compiled._dispatch.last.executable
     assert isinstance(program, CudaExecutable) and program.replays == (below > 0)
     assert (not made) == (below > 0)
+    said = "each call is replayed as one CUDA graph" if below > 0 else "they run for more than 0.0 ms a call"
+    assert said in compiled.explain() and "Launches: " in compiled.profile(*arguments)

@@ -55,6 +55,8 @@ def test_a_graph_is_replayed_and_computes_the_same(model):
         x = x + 1
         assert torch.equal(compiled(x, edge_index), plain(x, edge_index))
     assert compiled._dispatch.last.executable.replays and not plain._dispatch.last.executable.replays
+    assert "each call is replayed as one CUDA graph" in compiled.explain()
+    assert "launched one by one: cuda_graph=False" in plain.explain()
 
 
 @torch.no_grad()

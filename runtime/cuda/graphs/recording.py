@@ -107,7 +107,7 @@ def recording(emitter: CudaEmitter, results: list[Expr]) -> Recording | None:
         results: the outputs.
     """
     body = [statement for statement, _ in emitter.body]
-    if not _is_launches_alone(body, emitter.memory.names):
+    if obstacle(emitter) is not None:
         return None
     parts = _split(emitter, body, results)
     outputs = tuple_of(results).text
@@ -132,13 +132,14 @@ def recording(emitter: CudaEmitter, results: list[Expr]) -> Recording | None:
     )
 
 
-def _is_launches_alone(body: Iterable[Statement], temporaries: Iterable[str]) -> bool:
-    """Return whether nothing but launches reads or writes the memory that launches write.
+def obstacle(emitter: CudaEmitter) -> str | None:
+    """Return what keeps a program from being recorded, or None: it is launches alone.
 
-    A recorded program makes its launches at its end, when all other statements have run.
+    A recorded program makes its launches at its end, when all other statements have run: nothing but launches
+    may read or write the memory that launches write.
     """
-    memory = set(temporaries)
-    for statement in body:
+    memory = set(emitter.memory.names)
+    for statement, node in emitter.body:
         if isinstance(statement, Take | Allocate | Counters):
             memory.add(statement.result)
         elif isinstance(statement, Launch) or memory.isdisjoint(statement.reads):
@@ -146,8 +147,15 @@ def _is_launches_alone(body: Iterable[Statement], temporaries: Iterable[str]) ->
         elif isinstance(statement, View):
             memory.add(statement.result)
         else:
-            return False
-    return True
+            return f"{_named(node)} reads or writes in PyTorch what kernels write"
+    return None
+
+
+def _named(node: Node | None) -> str:
+    if node is None:
+        return "the program"
+    layer = node.meta.get("layer")
+    return f"{node.name} of {layer}" if layer else node.name
 
 
 def _split(emitter: CudaEmitter, body: Iterable[Statement], results: list[Expr]) -> _Parts | None:

@@ -20,7 +20,7 @@ from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.graphs import cuda_graph
 from gnnc.runtime.cuda.graphs.cuda_graph import CallState, PatchedGraph, _Graph
-from gnnc.runtime.cuda.graphs.recording import recording
+from gnnc.runtime.cuda.graphs.recording import obstacle, recording
 from gnnc.runtime.program.launches import Call, Expr, Statement, Take, Unpacked, View, expr, literal, variable
 from gnnc.runtime.program.launches import Launch as Launched
 
@@ -107,7 +107,9 @@ def test_a_call_that_uses_memory_of_launches_leaves_no_recording() -> None:
     assert recording(emitter_of(take, view), [variable("v_1")]) is not None
     for name in ("out_1", "v_1"):
         read = Call("op_1", (variable(name),), result="r_1")
-        assert recording(emitter_of(take, view, read), [variable("v_1")]) is None
+        emitter = emitter_of(take, view, read)
+        assert recording(emitter, [variable("v_1")]) is None
+        assert obstacle(emitter) == "the program reads or writes in PyTorch what kernels write"
 
 
 def test_a_grid_of_the_inputs_leaves_nothing_to_patch() -> None:
@@ -138,6 +140,10 @@ def test_torch_waits_for_launches_that_write_memory_of_a_late_size(precision: st
         compiled(torch.randn(40, 16))
     executable = compiled._dispatch.last.executable
     assert "= empty((" in executable.source and executable.recording is None
+    assert (
+        "launched one by one: " in compiled.explain()
+        and "in PyTorch what kernels write" in compiled.explain()
+    )
 
 
 def test_what_is_fixed_is_the_same_tensors_not_equal_ones() -> None:
