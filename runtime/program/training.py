@@ -99,6 +99,12 @@ class TrainingExecutable:
         return self._plan.arguments(self._plan.kept(values, outputs), tangents(outputs[: self._count]))
 
     @property
+    def launches(self) -> str | None:
+        """Say whether calls of each graph are replayed as a CUDA graph; None: the device has none."""
+        said = {"forward": self.forward.launches, "backward": self.backward.launches}
+        return None if None in said.values() else "; ".join(f"{name}: {text}" for name, text in said.items())
+
+    @property
     def kernels(self) -> tuple[tuple[str, str], ...]:
         """(node name, kernel name) of every launch of both programs, in order."""
         return (*self.forward.kernels, *self.backward.kernels)

@@ -202,7 +202,7 @@ class Values(StatementList):
         if buffer is not None and width == buffer.shape[1]:
             return self._region(buffer, buffer.shape, (buffer.stride, 1))
         value = self.exact(node)
-        if len(shape_of(node)) != 2 or width_of(node) != width:
+        if len(shape_of(node)) != 2 or expression(shape_of(node)[1]) != width:
             value = expr("{}.reshape(-1, {})", value, width)
         dtype = node.meta["val"].dtype
         if dtype in BYTE_DTYPES:
