@@ -32,12 +32,12 @@ GNNC_INLINE Floats scale_by_power(Floats y, Floats n) {
 
 GNNC_INLINE Floats exp(Floats x) {
   constexpr float kFit[] = {4.999999953e-01f, 1.666657369e-01f, 4.166686098e-02f, 8.363739844e-03f, 1.390152973e-03f};
-  const Floats bounded = larger(smaller(x, splat(89.0f)), splat(-104.0f));
+  const Floats bounded = larger(splat(-104.0f), smaller(splat(89.0f), x));  // a NaN stays
   const Floats n = nearest(bounded * splat(1.44269504f));
   // ln 2 is split into two parts, the first with so few bits that its product with n is exact.
   const Floats r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), bounded));
   const Floats y = fused(polynomial(r, kFit), r * r, r) + splat(1.0f);
-  return scale_by_power(y, n) + (x == x ? splat(0.0f) : x);
+  return scale_by_power(y, n);
 }
 
 // Returns e^x - 1 for x <= 0: 2^n (e^r - 1) + (2^n - 1), whose second term is 0 where the first would lose digits to
@@ -69,17 +69,17 @@ GNNC_INLINE Floats log(Floats x) {
   return (x > splat(0.0f)) & (x < splat(kInfinity)) ? result : (x == splat(kInfinity) ? x : special);
 }
 
-// Returns log(1 + x) for x >= 0: a factor restores the bits that rounding 1 + x loses.
-GNNC_INLINE Floats log1p(Floats x) {
-  const Floats sum = x + splat(1.0f), kept = sum - splat(1.0f);
-  const Floats divisor = kept == splat(0.0f) ? splat(1.0f) : kept;
-  return kept == splat(0.0f) ? x : log(sum) * (x / divisor);
+// Returns log(1 + x) for x in [0, 1]: twice the area tangent of x / (x + 2), which is at most 1/3.
+GNNC_INLINE Floats log1p_of_fraction(Floats x) {
+  constexpr float kFit[] = {3.333332017e-01f, 2.000378032e-01f, 1.411830990e-01f, 1.342574901e-01f};
+  const Floats part = x / (x + splat(2.0f)), square = part * part, twice = part + part;
+  return fused(twice * square, polynomial(square, kFit), twice);
 }
 
 GNNC_INLINE Floats sigmoid(Floats x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
 GNNC_INLINE Floats silu(Floats x) { return x / (splat(1.0f) + exp(-x)); }
 GNNC_INLINE Floats softplus(Floats x) {
-  return (x > splat(0.0f) ? x : splat(0.0f)) + log1p(exp(-absolute(x))) + (x == x ? splat(0.0f) : x);
+  return (x > splat(0.0f) ? x : splat(0.0f)) + log1p_of_fraction(exp(-absolute(x)));
 }
 GNNC_INLINE Floats elu(Floats x, float alpha) { return x > splat(0.0f) ? x : expm1_of_negative(x) * splat(alpha); }
 
