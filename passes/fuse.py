@@ -100,7 +100,7 @@ class Fuse:
         is_free = is_stored or _is_half(source) or _is_scaled(source) or _has_scaled_copy(source)
         is_free = is_free or _whole_scale(source) is not None
         is_grouped = partition.group_of(source) and not is_free
-        if not _has_rows(source) or is_grouped or is_weight(source):
+        if not _has_rows(source) or is_grouped or (is_weight(source) and not _is_in_bodies(source)):
             return
         group = partition.start("map", source)
         program = linearize(source, _admission(partition, group, target))
@@ -108,6 +108,12 @@ class Fuse:
         pays = computed >= self.min_map_ops and _width_of(source) != 1
         if not pays and not any(op.role == "store" for op in program):
             partition.dissolve(group)
+
+
+def _is_in_bodies(weight: Node) -> bool:
+    """Return whether bodies, whose kernels quantize no weights, read a weight in another form."""
+    readers = (op_of(reader) for user in weight.users for reader in user.users)
+    return any(op is not None and "body" in op.parameters for op in readers)
 
 
 def _has_rows(node: Node) -> bool:

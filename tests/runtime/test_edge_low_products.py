@@ -161,3 +161,12 @@ def test_a_layer_takes_the_kernel(precision: str, most: float):
     assert torch.equal(got, gnnc.compile(model, precision)(x, edge_index))
     assert re.search(rf"(\d) of \1 products of its body in {precision}", compiled.explain())
     assert "edge_body" in str(compiled)
+
+
+@torch.no_grad()
+def test_weights_are_quantized_by_a_kernel():
+    model = EdgeConv(nn.Sequential(nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 20))).eval()
+    compiled = gnnc.compile(model, "int8")
+    compiled(torch.randn(50, 16), torch.randint(50, (2, 300)))
+    assert "_scale, w0_q" in str(compiled)
+    assert "reference" not in str(compiled)
