@@ -160,6 +160,8 @@ class Target:
         widens_operands: whether its row programs read matrices of 16 bits, where a cast to FP32 stands.
         fused_gemm_tn: whether its product over all rows rounds FP32 rows as it loads them, and divides the
             result by a number of the device.
+        attention_bodies: whether its kernel of attention computes logits from the rows at both ends, of 16
+            bits or quantized where those of the sum are.
         attention_backward: columns of a head, at most, of its ``gnnc.attention_backward``; 0: no kernel.
         quantized_attention_gradients: whether that kernel reads quantized rows.
         static_features: whether its programs keep the quantized values of arguments that stay the same.
@@ -188,6 +190,7 @@ class Target:
     row_bodies_in_16_bits: bool = False
     widens_operands: bool = False
     fused_gemm_tn: bool = False
+    attention_bodies: bool = False
     attention_backward: int = 0
     quantized_attention_gradients: bool = False
     static_features: bool = False

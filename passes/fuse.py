@@ -9,7 +9,7 @@ and runs by itself.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.aten import ROW_VIEWS
-from gnnc.ir.attention import match_attention
+from gnnc.ir.attention import Attention, match_attention
 from gnnc.ir.attention_backward import ATTENTION_VECTORS
 from gnnc.ir.nodes import (
     argument,
@@ -82,7 +82,7 @@ class Fuse:
             _copy_shared_ends(gm.graph, ctx.target)
         partition = Partition()
         for node in gm.graph.nodes:
-            if attention := match_attention(node):  # a product of edge features may compute its logits
+            if attention := _attention(node, ctx.target):  # a product of edge features may compute its logits
                 partition.reserve(attention.covers, "attention")
         for node in gm.graph.nodes:
             _anchor(partition, node, ctx.target)
@@ -147,7 +147,7 @@ def _width_of(node: Node) -> Any:
 
 
 def _anchor(partition: Partition, node: Node, target: Target) -> None:
-    if attention := match_attention(node):
+    if attention := _attention(node, target):
         _grow(partition, "attention", node, attention.covers, target)
     elif str(node.target) == _GEMM_TN and target.fused_gemm_tn:
         _grow_gemm_tn(partition, node)
@@ -159,6 +159,21 @@ def _anchor(partition: Partition, node: Node, target: Target) -> None:
             _grow_gemm(partition, node, siblings, target)
         else:
             _grow(partition, kind, node, (node,), target)
+
+
+def _attention(node: Node, target: Target) -> Attention | None:
+    """Return the attention that ends in a node, with the conversions to FP32 that its logits alone read."""
+    found = match_attention(node, bodies=target.attention_bodies)
+    if found is None or found.kind not in ("dot", "body") or not target.attention_bodies:
+        return found
+    assert found.a_src is not None
+    chain = _widening_chain(found.a_src, target)
+    covers = {*chain, *found.covers}
+    return replace(found, covers=(*chain, *found.covers)) if _reads_alone(chain, covers) else found
+
+
+def _reads_alone(chain: tuple[Node, ...], covers: set[Node]) -> bool:
+    return all(set(node.users) <= covers for node in chain)
 
 
 def _anchor_family(node: Node) -> str | None:

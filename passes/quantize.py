@@ -8,7 +8,8 @@ a row, folded into the edge's weight and summed in floats. Rows too narrow to ga
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -39,6 +40,7 @@ from gnnc.passes.quantization.bf16_partials import producer, round_partials_to_b
 from gnnc.passes.quantization.bf16_wide_inputs import use_bf16_for_wide_input
 from gnnc.passes.quantization.body_products import has_body, multiply_low
 from gnnc.passes.quantization.gradients import GradientRounding, GradientScale, Quantized, Rounding
+from gnnc.passes.quantization.logit_rows import logit_rows, read_rounded
 from gnnc.passes.quantization.number_formats import (
     CHOSEN,
     FLOAT_DTYPES,
@@ -121,6 +123,10 @@ class Quantize:
             build = _Builder(
                 gm, node, ctx, observed.get(node), self.max_error, node in scaled, gradients, ones
             )
+            logits = None if gradients.nodes else logit_rows(node, ctx.target)
+            if logits is not None:
+                read_rounded(logits, partial(_rounded_rows, replace(build, before=logits.reader)))
+                ctx.note(logits.reader, f"reads rows of sources in {build.precision}, as the sum does")
             rewrite = _rewrite_of(node)
             result = rewrite(build)
             if result is not None:
@@ -238,6 +244,7 @@ class _Builder:
         is_scaled: whether the kernel that computes the input finds its scale.
         gradients: rounding of the nodes that depend on the gradient of an output.
         ones: scales of one for each row, by the rows that arrived without scales.
+        before: the node that new nodes stand before; None: ``node``.
     """
 
     gm: fx.GraphModule
@@ -248,6 +255,7 @@ class _Builder:
     is_scaled: bool
     gradients: GradientRounding
     ones: dict[Node, Node]
+    before: Node | None = None
 
     @property
     def precision(self) -> Precision:
@@ -259,7 +267,7 @@ class _Builder:
         return self.precision.activation_qtype(granularity)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        with self.gm.graph.inserting_before(self.node):
+        with self.gm.graph.inserting_before(self.before or self.node):
             new = self.gm.graph.call_function(target, args, kwargs)
         new.meta["layer"] = self.node.meta.get("layer", "")
         new.meta["precision"] = self.precision
@@ -519,6 +527,14 @@ def _round_operands(build: _Builder) -> Node:
     for scale in scales.values():
         result = build.aten("div.Tensor", result, scale)
     return result
+
+
+def _rounded_rows(build: _Builder, rows: Node) -> Node:
+    """Return rows in FP32 that were rounded as an aggregation rounds them."""
+    if build.precision.is_quantized:
+        return build.op("dequantize", *build.quantize_rows(rows, build.qtype()), "row")
+    narrow = build.aten("_to_copy", rows, dtype=FLOAT_DTYPES[build.precision.name])
+    return build.aten("_to_copy", narrow, dtype=torch.float32)
 
 
 def _divide_results(build: _Builder, scales: Mapping[str, Node]) -> None:

@@ -9,8 +9,19 @@ from typing import Literal
 
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, is_number, operand, shape_or_none, unpack
+from gnnc.ir.body import parse_body
+from gnnc.ir.nodes import (
+    argument,
+    is_number,
+    is_pointwise,
+    is_view,
+    operand,
+    outputs_of,
+    shape_or_none,
+    unpack,
+)
 
+_SUM = "aten.sum.dim_IntList"
 _AGGREGATES = ("gnnc.spmm.default", "gnnc.qspmm.default")
 """Aggregations that an attention kernel computes together with the softmax of their edge values."""
 
@@ -23,14 +34,17 @@ class Attention:
         aggregate: the ``spmm`` or ``qspmm`` whose edge values are the attention weights.
         softmax: the ``edge_softmax``.
         kind: ``add``: logit = leaky_relu(a_dst_i + a_src_j + edge, slope); ``dot``: logit = scale *
-            <a_dst_i, a_src_j> + edge; ``logits``: logit = edge.
+            <a_dst_i, a_src_j> + edge; ``body``: logit = scale * body(a_dst_i, a_src_j, edge, constants), a
+            sum over the columns of each head; ``logits``: logit = edge.
         covers: every node of the pattern, the aggregation last.
     """
 
     aggregate: Node
     softmax: Node
-    kind: Literal["add", "dot", "logits"]
+    kind: Literal["add", "dot", "body", "logits"]
     covers: tuple[Node, ...]
+    body: str = ""
+    constants: tuple[Node, ...] = ()
     a_dst: Node | None = None
     a_src: Node | None = None
     edge: Node | None = None
@@ -43,8 +57,13 @@ class Attention:
         return float(argument(self.softmax, "eps"))
 
 
-def match_attention(aggregate: Node) -> Attention | None:
-    """Return the attention that ends in ``aggregate``, or None."""
+def match_attention(aggregate: Node, *, bodies: bool = False) -> Attention | None:
+    """Return the attention that ends in ``aggregate``, or None.
+
+    Args:
+        aggregate: an ``spmm`` or ``qspmm``.
+        bodies: whether an ``edge_map`` may compute the logits (kind ``body``).
+    """
     if str(aggregate.target) not in _AGGREGATES or argument(aggregate, "reduce") != "sum":
         return None
     softmax = argument(aggregate, "value")
@@ -56,7 +75,8 @@ def match_attention(aggregate: Node) -> Attention | None:
         return None
     logits = operand(softmax, "logits")
     plain = Attention(aggregate, softmax, "logits", (softmax, aggregate), edge=logits)
-    return _with_leaky_relu(plain, logits) or _with_edge(plain, logits, softmax) or plain
+    found = _with_leaky_relu(plain, logits) or _with_edge(plain, logits, softmax)
+    return plain if found is None or (found.kind == "body" and not bodies) else found
 
 
 def _one_aggregate(softmax: Node) -> bool:
@@ -83,7 +103,8 @@ def _with_edge(base: Attention, logits: Node, reader: Node) -> Attention | None:
     if alpha != 1 or not (isinstance(left, Node) and isinstance(right, Node)):
         return None
     for part, edge in ((left, right), (right, left)):
-        if (found := _node_part(base, part, logits)) and shape_or_none(edge) == shape_or_none(part):
+        found = _node_part(base, part, logits)
+        if found and found.kind != "body" and shape_or_none(edge) == shape_or_none(part):
             covers = (*found.covers[:-2], logits, *found.covers[-2:])
             return replace(found, edge=edge, covers=covers)
     return None
@@ -95,6 +116,8 @@ def _node_part(base: Attention, node: Node, reader: Node) -> Attention | None:
     name = str(node.target)
     if name in ("aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"):
         return _scaled_dot(base, node)
+    if name == "gnnc.edge_map.default":
+        return _body_part(base, node)
     if name != "gnnc.sddmm.default":
         return None
     rowptr, col, a_dst, a_src, op = unpack(node, "rowptr", "col", "a", "b", "op")
@@ -106,6 +129,42 @@ def _node_part(base: Attention, node: Node, reader: Node) -> Attention | None:
     return replace(base, kind=op, a_dst=a_dst, a_src=a_src, edge=None, covers=covers)
 
 
+def _body_part(base: Attention, node: Node) -> Attention | None:
+    """Match logits that a body computes from one row at each end, and from one value of the edge a head."""
+    rowptr, col, text, dst, src, edge, const = unpack(
+        node, "rowptr", "col", "body", "dst", "src", "edge", "const"
+    )
+    if (rowptr, col) != unpack(base.aggregate, "rowptr", "col") or not _per_head(node, base.softmax):
+        return None
+    if len(dst) != 1 or len(src) != 1 or len(edge) > 1 or not sums_columns(text):
+        return None
+    if edge and shape_or_none(edge[0]) != shape_or_none(base.softmax):
+        return None
+    return replace(
+        base,
+        kind="body",
+        a_dst=dst[0],
+        a_src=src[0],
+        edge=edge[0] if edge else None,
+        covers=(node, *base.covers[-2:]),
+        body=text,
+        constants=tuple(const),
+    )
+
+
+def sums_columns(text: str) -> bool:
+    """Return whether a body is one sum, and elementwise ops before and behind it."""
+    graph = parse_body(text).graph
+    results = outputs_of(graph)
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    sums = [node for node in calls if str(node.target) == _SUM]
+    return (
+        isinstance(results, Node)
+        and len(sums) == 1
+        and all(node in sums or is_pointwise(node) or is_view(node) for node in calls)
+    )
+
+
 def _per_head(sddmm: Node, softmax: Node) -> bool:
     return shape_or_none(sddmm) == shape_or_none(softmax)
 
@@ -115,7 +174,7 @@ def _scaled_dot(base: Attention, node: Node) -> Attention | None:
     if not isinstance(dot, Node) or not is_number(factor):
         return None
     found = _node_part(base, dot, node)
-    if found is None or found.kind != "dot":
+    if found is None or found.kind not in ("dot", "body"):
         return None
     divides = str(node.target).startswith("aten.div")
     scale = found.scale / factor if divides else found.scale * factor

@@ -32,6 +32,7 @@ TARGET = Target(
     row_bodies=True,
     row_bodies_in_16_bits=True,
     widens_operands=True,
+    attention_bodies=True,
     attention_backward=128,
     quantized_attention_gradients=True,
     fused_gemm_tn=True,

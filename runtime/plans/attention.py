@@ -8,12 +8,14 @@ from torch.fx import Node
 
 from gnnc.ir.attention import Attention, match_attention
 from gnnc.ir.nodes import argument, unpack
+from gnnc.runtime.plans.converted_rows import read_rows
 from gnnc.runtime.plans.spmm import heads_of
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
 ADDITIVE = 0
-_KINDS = {"add": ADDITIVE, "dot": 1, "logits": 2}
+BODY = 3
+_KINDS = {"add": ADDITIVE, "dot": 1, "logits": 2, "body": BODY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,10 @@ class Plan:
 
     Attributes:
         rowptr, col, x, x_scale: operands of the weighted sum.
-        kind: number of the formula of the logits: ``add``, ``dot`` or ``logits`` of `Attention`.
-        a_src, a_dst, edge: operands of the logits.
+        kind: number of the formula of the logits: ``add``, ``dot``, ``logits`` or ``body`` of `Attention`.
+        a_src, a_dst, edge: operands of the logits; ``a_src`` before conversions to FP32 that the group holds.
+        a_src_scale: scales of quantized rows of ``a_src``.
+        body, constants: text of a body and the constants that it reads.
         scale, slope, eps: constants of the logits and of the softmax.
         heads: number of softmaxes a row.
         width: columns of the result.
@@ -39,6 +43,9 @@ class Plan:
     a_src: int | None
     a_dst: int | None
     edge: int | None
+    a_src_scale: int | None
+    body: str
+    constants: tuple[int, ...]
     scale: float
     slope: float
     eps: float
@@ -53,7 +60,7 @@ def plan(node: Node) -> Plan:
     """Read the parts of the attention and the row program behind it."""
     inner = Inner(node)
     anchor = inner.only("gnnc.spmm.default", "gnnc.qspmm.default")
-    match = match_attention(anchor)
+    match = match_attention(anchor, bodies=True)
     if match is None:
         raise Refusal("the fused graph is not an attention")
     return _plan(inner, anchor, match)
@@ -65,30 +72,34 @@ def _plan(inner: Inner, anchor: Node, match: Attention) -> Plan:
     width = build.fixed_width(anchor)
     heads = heads_of(match.softmax)
     _check(match, x, width, heads)
+    a_src = None if match.a_src is None else read_rows(inner, match.a_src)
     return Plan(
         rowptr=inner.operand(rowptr, "rowptr"),
         col=inner.operand(col, "col"),
         x=inner.operand(x, "x"),
         x_scale=inner.optional(x_scale, "the scale of x"),
         kind=_KINDS[match.kind],
-        a_src=inner.optional(match.a_src, "the source part"),
+        a_src=None if a_src is None else inner.operand(a_src.values, "the source part"),
         a_dst=inner.optional(match.a_dst, "the destination part"),
         edge=inner.optional(match.edge, "the edge part"),
+        a_src_scale=None if a_src is None else inner.optional(a_src.scale, "a scale of rows"),
+        body=match.body,
+        constants=tuple(inner.operand(constant, "a constant") for constant in match.constants),
         scale=float(match.scale),
         slope=float(match.slope),
         eps=float(match.eps),
         heads=heads,
         width=width,
         alpha=inner.results.get(match.softmax),
-        program=_program(inner, anchor, match),
+        program=_program(inner, anchor, match, () if a_src is None else a_src.conversions),
     )
 
 
-def _program(inner: Inner, anchor: Node, match: Attention) -> RowProgram:
+def _program(inner: Inner, anchor: Node, match: Attention, conversions: tuple[Node, ...]) -> RowProgram:
     """Return the row program, without the attention weights: the kernel itself writes them."""
     others = {node: index for node, index in inner.results.items() if node is not match.softmax}
     inner.results, results = others, inner.results
-    program = build.build(inner, build.read_chain(inner, anchor), set(match.covers))
+    program = build.build(inner, build.read_chain(inner, anchor), {*match.covers, *conversions})
     inner.results = results
     return program
 

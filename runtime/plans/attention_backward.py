@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from gnnc.ir.aten import ROW_VIEWS
 from gnnc.ir.attention_backward import ATTENTION_VECTORS
-from gnnc.ir.nodes import argument, aten_name, first_operand, op_name, operand, result_index, unpack
+from gnnc.ir.nodes import argument, operand, result_index, unpack
 from gnnc.ir.qtype import BYTE_DTYPES
+from gnnc.runtime.plans.converted_rows import read_rows
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
@@ -43,46 +43,12 @@ class Plan:
     program: RowProgram
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """An operand before its conversion to FP32.
-
-    Attributes:
-        values: the rows.
-        scale: scales of quantized rows; None: there are none.
-        conversions: the nodes of the group that convert them, and views.
-    """
-
-    values: Node
-    scale: Node | None
-    conversions: tuple[Node, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of the rows."""
-        return self.values.meta["val"].dtype
-
-
-def _rows(inner: Inner, node: Node) -> _Rows:
-    """Read an operand back to what the group is given."""
-    conversions: list[Node] = []
-    scale: Node | None = None
-    while node not in inner.operands:
-        conversions.append(node)
-        if op_name(node) == "dequantize":
-            scale = operand(node, "scale")
-        elif aten_name(node) not in (*ROW_VIEWS, "_to_copy.default"):
-            raise Refusal(f"{node.name} is computed inside the group")
-        node = first_operand(node)
-    return _Rows(node, scale, tuple(conversions))
-
-
 @planned
 def plan(node: Node) -> Plan:
     """Read the operands, the results that are read, and the row program behind the first."""
     inner = Inner(node)
     anchor = inner.only("gnnc.attention_backward.default")
-    ends = [_rows(inner, operand(anchor, name)) for name in ("a_dst", "a_src", "x", "grad")]
+    ends = [read_rows(inner, operand(anchor, name)) for name in ("a_dst", "a_src", "x", "grad")]
     dtypes = [end.dtype for end in ends]
     if dtypes[0] != dtypes[1] or dtypes[0] not in (torch.float32, torch.bfloat16):
         raise Refusal(f"halves of the logits are {dtypes[0]} and {dtypes[1]}")

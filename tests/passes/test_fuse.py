@@ -14,7 +14,7 @@ from gnn_graphs import (
 )
 from slow import slow_after
 
-from gnnc.ir.attention import match_attention
+from gnnc.ir.attention import match_attention, sums_columns
 from gnnc.ir.row_local import linearize
 from gnnc.passes.assign import Assign
 from gnnc.passes.cache import Cache
@@ -407,6 +407,40 @@ def test_forms_of_attention(name):
     assert (found.kind, found.scale, found.slope) == want
     assert (found.edge is not None) == (name in ("with edges", "given logits"))
     assert_same_bits(lambda: one(build))
+
+
+GATV2 = (
+    "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu.default(t0, 0.2); t2 = aten.mul.Tensor(t1, c0); "
+    "t3 = aten.sum.dim_IntList(t2, [2]); return t3"
+)
+TWO_SUMS = (
+    "t0 = aten.sum.dim_IntList(i0, [2]); t1 = aten.sum.dim_IntList(j0, [2]); t2 = aten.add.Tensor(t0, t1); "
+    "return t2"
+)
+PRODUCT = "t0 = aten.bmm.default(i0, j0); t1 = aten.sum.dim_IntList(t0, [2]); return t1"
+
+
+def _body_logits(b, text):
+    x = b.call(aten.view, b.x, [-1, 4, 8])
+    constants = [b.weight("att", 1, 4, 8)] if "c0" in text else []
+    return b.call(gnnc.edge_map, b.rowptr, b.col, text, [x], [x], [], constants)
+
+
+@pytest.mark.parametrize("bodies", [True, False])
+def test_a_body_gives_the_logits_where_the_kernel_computes_it(bodies):
+    build = lambda b: [_attention(b, _body_logits(b, GATV2))[1]]  # noqa: E731
+    gm, _ = run_all(one(build), (Fuse(),), target=Target(attention_bodies=bodies))
+    ((_, inner),) = [(kind, inner) for kind, inner in groups(gm) if "edge_softmax.default" in targets(inner)]
+    assert ("edge_map.default" in targets(inner)) == bodies
+    assert_same_bits(lambda: one(build))
+
+
+@pytest.mark.parametrize("text", [TWO_SUMS, PRODUCT])
+def test_logits_that_are_no_sum_of_elementwise_terms_are_given(text):
+    gm = one(lambda b: [_attention(b, b.edge_input("logits", 4))[1]])
+    aggregate = next(node for node in gm.graph.nodes if "spmm" in str(node.target))
+    assert match_attention(aggregate, bodies=True).kind == "logits"
+    assert not sums_columns(text) and sums_columns(GATV2)
 
 
 def test_attention_weights_that_are_asked_for_come_out():

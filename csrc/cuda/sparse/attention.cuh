@@ -83,7 +83,6 @@ struct Attention {
   // of one slot would hold more columns than one store should write.
   static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
   static_assert(kWidth % kHeads == 0, "the number of heads must divide the width");
-  static_assert(Config::kAdditive || Config::kEdge, "logits need an additive term (kAdditive) or an edge term (kEdge)");
   static constexpr int kColumns = (kStride + 3) / 4 * 4;
   static constexpr int kStaged = kColumns + (2 * kHeads + 3) / 4 * 4;  // words a slot: sums, then (maximum, sum) a head
 
@@ -170,11 +169,22 @@ struct AttentionBody {
 
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
+    static_assert(Config::kAdditive || Config::kEdge, "logits need an additive (kAdditive) or an edge term (kEdge)");
+    float raw[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw[i] = raw_logit(e, i);
+    add_weighted<kMasked>(x, raw, e, mask);
+  }
+
+  // Adds four rows, weighted by the exponentials of their logits.
+  template <bool kMasked>
+  __device__ __forceinline__ void add_weighted(const uint4 (&x)[4], const float (&raw)[4], const Extra& e,
+                                               uint32_t mask) {
     float logit[4];
     float highest = top;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      logit[i] = A::logit(raw_logit(e, i));
+      logit[i] = A::logit(raw[i]);
       if (kMasked && !(mask >> i & 1)) logit[i] = -__int_as_float(0x7f800000);
       highest = fmaxf(highest, logit[i]);
     }

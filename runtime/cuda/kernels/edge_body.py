@@ -131,10 +131,12 @@ def write_body(text: str, operands: dict[str, torch.Tensor], strides: dict[str, 
     Raises:
         Refusal: the body has an op, or an operand, that a single thread cannot compute.
     """
-    return _Writer(text, operands, strides).write()
+    return BodyWriter(text, operands, strides).write()
 
 
-class _Writer:
+class BodyWriter:
+    """Writer of the C++ of one body."""
+
     def __init__(self, text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> None:
         self.module = parse_body(text)
         self.names = body_inputs(text)
@@ -144,6 +146,7 @@ class _Writer:
         self.products: dict[Node, Product] = {}
 
     def write(self) -> Functor:
+        """Return the body as a functor."""
         for name in self.names:
             if self.operands[name].dtype not in TYPES:
                 raise Refusal(f"an operand of the body is {self.operands[name].dtype}")
@@ -211,9 +214,9 @@ class _Writer:
     def _load(self, name: str, place: Place) -> str:
         shape = self.operands[name].shape
         if name[0] == "c":
-            return f"step::as_float({name}[{_flat(place, tuple(map(int, shape)))}])"
+            return f"step::as_float({name}[{flat_index(place, tuple(map(int, shape)))}])"
         row = {"i": "row", "j": "source", "e": "edge"}[name[0]]
-        inner = _flat(place[1:], tuple(int(size) for size in shape[1:]))
+        inner = flat_index(place[1:], tuple(int(size) for size in shape[1:]))
         return f"step::as_float({name}[{row} * {self.strides[name]} + {inner}])"
 
     def _operand(self, node: Node, name: str, place: Place, scope: Scope) -> str:
@@ -257,6 +260,8 @@ class _Writer:
     def _leaky_relu(self, node: Node, place: Place, scope: Scope) -> str:
         slope = _number(argument(node, "negative_slope"))
         x = self._operand(node, "self", place, scope)
+        if 0 < argument(node, "negative_slope") <= 1:
+            return f"fmaxf({x}, {x} * {slope})"
         return f"({x} > 0.0f ? {x} : {x} * {slope})"
 
     def _elu(self, node: Node, place: Place, scope: Scope) -> str:
@@ -376,7 +381,7 @@ class _Writer:
             self.products[node] = self._declare(node, x, weight, bias, is_kn=is_kn)
         names = list(self.products)
         before = sum(self.products[name].outputs for name in names[: names.index(node)])
-        return f"products[{before} + {_flat(place[1:], self.shapes[node][1:])}]"
+        return f"products[{before} + {flat_index(place[1:], self.shapes[node][1:])}]"
 
     def _declare(self, node: Node, x: Node, weight: Node, bias: Node | None, *, is_kn: bool) -> Product:
         if self._is_of_edges(weight) or (bias is not None and self._is_of_edges(bias)):
@@ -467,30 +472,30 @@ class _Writer:
         return total
 
 
-_SPECIAL: dict[str, Callable[[_Writer, Node, Place, Scope], str]] = {
-    "leaky_relu": _Writer._leaky_relu,
-    "elu": _Writer._elu,
-    "gelu": _Writer._gelu,
-    "softplus": _Writer._softplus,
-    "clamp": _Writer._clamp,
-    "where": _Writer._where,
-    "masked_fill": _Writer._masked_fill,
-    "_to_copy": _Writer._convert,
-    "expand": _Writer._expand,
-    "full_like": _Writer._full_like,
-    "select": _Writer._select,
-    "slice": _Writer._slice,
-    "cat": _Writer._cat,
-    "stack": _Writer._stack,
-    "t": _Writer._transposed,
-    "transpose": _Writer._swapped,
-    "linear": _Writer._linear,
-    "mm": _Writer._matmul,
-    "bmm": _Writer._matmul,
-    "matmul": _Writer._matmul,
-    "addmm": _Writer._addmm,
-    "sum": _Writer._sum,
-    "mean": _Writer._sum,
+_SPECIAL: dict[str, Callable[[BodyWriter, Node, Place, Scope], str]] = {
+    "leaky_relu": BodyWriter._leaky_relu,
+    "elu": BodyWriter._elu,
+    "gelu": BodyWriter._gelu,
+    "softplus": BodyWriter._softplus,
+    "clamp": BodyWriter._clamp,
+    "where": BodyWriter._where,
+    "masked_fill": BodyWriter._masked_fill,
+    "_to_copy": BodyWriter._convert,
+    "expand": BodyWriter._expand,
+    "full_like": BodyWriter._full_like,
+    "select": BodyWriter._select,
+    "slice": BodyWriter._slice,
+    "cat": BodyWriter._cat,
+    "stack": BodyWriter._stack,
+    "t": BodyWriter._transposed,
+    "transpose": BodyWriter._swapped,
+    "linear": BodyWriter._linear,
+    "mm": BodyWriter._matmul,
+    "bmm": BodyWriter._matmul,
+    "matmul": BodyWriter._matmul,
+    "addmm": BodyWriter._addmm,
+    "sum": BodyWriter._sum,
+    "mean": BodyWriter._sum,
 }
 
 
@@ -528,7 +533,7 @@ def _places(name: str, shape: tuple[int, ...]) -> Place:
     return tuple(places)
 
 
-def _flat(place: Place, shape: tuple[int, ...]) -> str:
+def flat_index(place: Place, shape: tuple[int, ...]) -> str:
     """Return the flat index of a place."""
     terms, remaining = [], prod(shape)
     for index, size in zip(place, shape, strict=True):
@@ -544,10 +549,10 @@ def _between(place: Place, shape: tuple[int, ...], source: tuple[int, ...]) -> P
     if edges != (bool(source) and source[0] == _EDGES):
         raise Refusal("the body folds the edge dimension into another")
     if not edges:
-        return _places(f"({_flat(place, shape)})", source)
+        return _places(f"({flat_index(place, shape)})", source)
     if source[1:] == shape[1:]:
         return place
-    return (place[0], *_places(f"({_flat(place[1:], shape[1:])})", source[1:]))
+    return (place[0], *_places(f"({flat_index(place[1:], shape[1:])})", source[1:]))
 
 
 def _broadcast(place: Place, shape: tuple[int, ...]) -> Place:
