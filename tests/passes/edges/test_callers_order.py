@@ -59,7 +59,8 @@ NORMS = {
 def products(compiled: gnnc.CompiledModel) -> int:
     """Return the number of linear layers that a call computes, inside bodies too."""
     text = str(compiled)
-    return sum(text.count(name) for name in ("gnnc.gemm(", "gnnc.qgemm(", "aten.linear.default("))
+    inside = "gnnc.gemm.default(", "gnnc.qgemm.default(", "aten.linear.default("
+    return sum(text.count(name) for name in ("gnnc.gemm(", "gnnc.qgemm(", *inside))
 
 
 @torch.no_grad()
