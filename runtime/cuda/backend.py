@@ -24,6 +24,7 @@ OFFLINE = ("sm_80", "sm_90", "sm_100")
 TARGET = Target(
     name="cuda",
     precisions=frozenset({"fp32", "fp16", "bf16", "int8"}),
+    body_products=frozenset({"fp16", "bf16"}),
     joint_products=False,
     tensor_scales=True,
     epilogue_scales=True,

@@ -5,21 +5,23 @@
 //
 // Layout: operands are dense rows of FP32 (or a 16-bit type); the result is FP32, of edges in CSR order. A body is a
 // functor that gives one column of the values of one edge:
-// void operator()(int64_t row, int64_t source, int64_t edge, const float* products, int column, float (&values)[n]).
-// Products with weights are made for several edges at a time (edge_products.cuh).
+// void operator()(int64_t row, int64_t source, int64_t edge, const float* results, int column, float* values).
+// Values that many columns read, sums over columns and products with weights are computed once an edge, for a tile of
+// edges at a time (edge_stages.cuh): a body with such stages is run by edge_map_tiles and message_tiles. A tile of
+// message holds the edges of several entries of a run, as they follow each other, so that short rows fill it, too.
 // Traffic: an edge: the bytes that the body reads (neighbouring columns share sectors) and 4 B of col; edge_map 4 B of
 // rows and 4 kWidth B of result an edge, message 4 kWidth B of each result a row and 8 B of every column of a state a
 // part of a row that is split.
 // Floor: these bytes at copy bandwidth, or, where the body reads rows of the sources, the gather of those rows; or the
 // multiply-adds of the products.
 //
-// Launch: blocks of ProductsOf<Body>::kWarps warps, 8 without products. edge_map with one thread for every element of
-// the result; with products, a warp for every kBatches * kEdges edges. message with a group of kLanes threads for every
-// run of the run table (runs.cuh), a warp if the body has products. Dynamic shared memory: ProductsOf<Body>::kBytes.
+// Launch: edge_map with one thread for every element of the result, message with a group of kLanes threads for every
+// run of the run table (runs.cuh), in blocks of 256 threads. edge_map_tiles and message_tiles with any number of blocks
+// of Body::kWarps warps and EdgeTile<Body>::kBytes of dynamic shared memory, whose warps take tiles or runs in turns.
 // The staging buffer holds slots * kWidth * Reduce::kWords floats.
 
 #include "common/row_steps.cuh"
-#include "sparse/edge_products.cuh"
+#include "sparse/edge_stages.cuh"
 #include "sparse/reductions.cuh"
 #include "sparse/runs.cuh"
 #include "sparse/split_rows.cuh"
@@ -44,34 +46,37 @@ __global__ void __launch_bounds__(256) edge_map(EdgeMapArgs args, Body body) {
   args.out[index] = value[0];
 }
 
-constexpr int kBatches = 16;  // batches of edges that a warp of edge_map_products computes
+// Notes an edge of a tile, by one thread.
+__device__ __forceinline__ void note_edge(TileEdges* edges, int which, int64_t edge, int32_t row, int32_t source) {
+  edges->edge[which] = edge;
+  edges->row[which] = row;
+  edges->source[which] = source;
+}
 
 template <int kWidth, class Body>
-__global__ void __launch_bounds__(256) edge_map_products(EdgeMapArgs args, Body body) {
+__global__ void __launch_bounds__(256, 2) edge_map_tiles(EdgeMapArgs args, Body body) {
   begin_kernel();
-  using Products = EdgeProducts<Body>;
-  constexpr int kEdges = Products::kEdges;
   extern __shared__ int4 memory[];
-  Products products(body, memory);
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * Products::kWarps + threadIdx.x / 32;
-  const int64_t begin = warp * (kBatches * kEdges);
-  const int64_t end = begin + kBatches * kEdges < args.edges ? begin + kBatches * kEdges : args.edges;
+  EdgeTile<Body> tile(body, memory);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * Body::kWarps + threadIdx.x / 32;
+  const int64_t apart = static_cast<int64_t>(gridDim.x) * Body::kWarps * kTile;
+  if (warp * kTile >= args.edges) return;
+  const auto edge_of = [&](int64_t first) { return min(first + lane % kTile, args.edges - 1); };
+  int32_t row = args.rows[edge_of(warp * kTile)], source = args.col[edge_of(warp * kTile)];
 #pragma unroll 1
-  for (int64_t first = begin; first < end; first += kEdges) {
-    int64_t row[kEdges], source[kEdges], edge[kEdges];
-#pragma unroll
-    for (int e = 0; e < kEdges; ++e) {
-      edge[e] = first + e < end ? first + e : end - 1;
-      row[e] = args.rows[edge[e]];
-      source[e] = args.col[edge[e]];
-    }
-    products.compute(body, row, source, edge);
-    const int count = end - first < kEdges ? static_cast<int>(end - first) : kEdges;
-#pragma unroll 2
-    for (int i = static_cast<int>(threadIdx.x % 32); i < count * kWidth; i += 32) {  // few columns fill a warp, too
-      const int64_t at = first + i / kWidth;
+  for (int64_t first = warp * kTile; first < args.edges; first += apart) {
+    __syncwarp();  // the edges of the last tile have been read
+    if (lane < kTile) note_edge(tile.edges, lane, edge_of(first), row, source);
+    tile.fetch();
+    row = args.rows[edge_of(first + apart)];
+    source = args.col[edge_of(first + apart)];
+    tile.compute();
+    const int count = args.edges - first < kTile ? static_cast<int>(args.edges - first) : kTile;
+#pragma unroll 4
+    for (int i = lane; i < count * kWidth; i += 32) {
       float value[1];
-      body(args.rows[at], args.col[at], at, products.of(i / kWidth), i % kWidth, value);
+      tile.values(i / kWidth, i % kWidth, value);
       args.out[first * kWidth + i] = value[0];
     }
   }
@@ -87,36 +92,31 @@ struct MessageArgs {
 // The states of the columns that a thread of message holds at a time, of one entry.
 template <int kWidth, int kLanes, class Reduce, class Body>
 struct MessageColumns {
-  static constexpr int kEach = (kWidth + kLanes - 1) / kLanes;  // columns of a thread
-  // With products, which belong to all columns, all at once; otherwise as many as the registers allow.
-  static constexpr int kTogether = Body::kProducts > 0 || kEach* Reduce::kWords <= 8 ? kEach : 1;
-  using Products = ProductsOf<Body>;
-  static constexpr int kEdges = Products::kEdges;
+  static constexpr int kEach = (kWidth + kLanes - 1) / kLanes;               // columns of a thread
+  static constexpr int kTogether = kEach * Reduce::kWords <= 8 ? kEach : 1;  // as many as the registers allow
+  static constexpr int kEdges = 4;                                           // edges whose rows are loaded at once
   Reduce state[kTogether];
 
   // Reduces the values of an entry's edges, in the columns `first`, first + kLanes, ..
-  __device__ __forceinline__ void reduce(const Entry& entry, const int32_t* col, const Body& body, Products& products,
-                                         int first) {
+  __device__ __forceinline__ void reduce(const Entry& entry, const int32_t* col, const Body& body, int first) {
 #pragma unroll
     for (int t = 0; t < kTogether; ++t) state[t].start();
 #pragma unroll 1
     for (int32_t done = 0; done < entry.count; done += kEdges) {
       const int32_t count = min(kEdges, entry.count - done);
-      int64_t row[kEdges], source[kEdges], edge[kEdges];
+      int64_t source[kEdges], edge[kEdges];
 #pragma unroll
       for (int e = 0; e < kEdges; ++e) {
-        row[e] = entry.row;
         edge[e] = entry.first + done + min(e, count - 1);
         source[e] = col[edge[e]];
       }
-      products.compute(body, row, source, edge);
 #pragma unroll
       for (int t = 0; t < kTogether; ++t) {
         const int column = first + t * kLanes;
         if (column >= kWidth) continue;
         float value[kEdges][Reduce::kValues];
 #pragma unroll
-        for (int e = 0; e < kEdges; ++e) body(row[e], source[e], edge[e], products.of(e), column, value[e]);
+        for (int e = 0; e < kEdges; ++e) body(entry.row, source[e], edge[e], nullptr, column, value[e]);
 #pragma unroll
         for (int e = 0; e < kEdges; ++e) {
           if (e < count) state[t].take(value[e]);
@@ -126,67 +126,241 @@ struct MessageColumns {
   }
 };
 
+// Writes the results of a row, or the states of a part of a row, and joins the parts.
+template <int kWidth, int kStride, int kLanes, class Reduce>
+struct MessageRows {
+  const MessageArgs& args;
+
+  __device__ __forceinline__ float* staged(int32_t slot, int column) const {
+    return static_cast<float*>(args.staging.memory) + static_cast<int64_t>(slot) * (kWidth * Reduce::kWords) + column;
+  }
+  __device__ __forceinline__ void finish(const Reduce& state, int32_t row, int64_t count, int column) const {
+    state.results(count, [&](int number, float result) {
+      args.out[static_cast<int64_t>(row) * kStride + number * kWidth + column] = result;
+    });
+  }
+  // Called when the group of threads has written the states of a part to a slot.
+  __device__ __forceinline__ void end(int32_t of_part) const {
+    const int lane = static_cast<int>(threadIdx.x % kLanes);
+    end_part<kLanes>(args.runs.split, args.staging, of_part,
+                     [&](const Split& split, int32_t slot, int32_t apart, int32_t count, bool whole) {
+                       const int64_t edges = args.runs.rowptr[split.row + 1] - args.runs.rowptr[split.row];
+#pragma unroll 1
+                       for (int column = lane; column < kWidth; column += kLanes) {
+                         Reduce total;
+                         total.start();
+                         Reduce nothing = total;
+                         const auto load = [&](int32_t part) {
+                           Reduce state;
+                           state.read(staged(slot + part * apart, column), kWidth);
+                           return state;
+                         };
+                         each_part<4>(count, nothing, load, [&](const Reduce& part) { total.merge(part); });
+                         if (whole) {
+                           finish(total, split.row, edges, column);
+                         } else {
+                           total.write(staged(slot, column), kWidth);
+                         }
+                       }
+                     });
+  }
+};
+
 template <int kWidth, int kStride, int kLanes, class Reduce, class Body>
 __global__ void __launch_bounds__(256) message(MessageArgs args, Body body) {
   begin_kernel();
   using Columns = MessageColumns<kWidth, kLanes, Reduce, Body>;
-  extern __shared__ int4 memory[];
-  typename Columns::Products products(body, memory);
-  const int64_t index =
-      static_cast<int64_t>(blockIdx.x) * (32 * Columns::Products::kWarps / kLanes) + threadIdx.x / kLanes;
+  const MessageRows<kWidth, kStride, kLanes, Reduce> rows{args};
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * (256 / kLanes) + threadIdx.x / kLanes;
   if (index >= args.count) return;
   const Run run = load_record(args.runs.run + index);
-  auto* const staging = static_cast<float*>(args.staging.memory);
   const int lane = static_cast<int>(threadIdx.x % kLanes);
-  const auto staged = [&](int32_t slot, int column) {
-    return staging + static_cast<int64_t>(slot) * (kWidth * Reduce::kWords) + column;
-  };
-  const auto finish = [&](const Reduce& state, int32_t row, int64_t count, int column) {
-    state.results(count, [&](int number, float result) {
-      args.out[static_cast<int64_t>(row) * kStride + number * kWidth + column] = result;
-    });
-  };
 #pragma unroll 1
   for (int32_t which = 0; which < run.count; ++which) {
     const Entry entry = load_record(args.runs.entry + run.first + which);
 #pragma unroll 1
     for (int first = lane; first - lane < kWidth; first += kLanes * Columns::kTogether) {
       Columns columns;
-      columns.reduce(entry, args.runs.col, body, products, first);
+      columns.reduce(entry, args.runs.col, body, first);
 #pragma unroll
       for (int t = 0; t < Columns::kTogether; ++t) {
         const int column = first + t * kLanes;
         if (column >= kWidth) continue;
         if (run.slot >= 0) {
-          columns.state[t].write(staged(run.slot, column), kWidth);
+          columns.state[t].write(rows.staged(run.slot, column), kWidth);
         } else {
-          finish(columns.state[t], entry.row, entry.count, column);
+          rows.finish(columns.state[t], entry.row, entry.count, column);
         }
       }
     }
   }
-  if (run.slot < 0) return;
-  end_part<kLanes>(args.runs.split, args.staging, run.slot,
-                   [&](const Split& split, int32_t slot, int32_t apart, int32_t count, bool whole) {
-                     const int64_t edges = args.runs.rowptr[split.row + 1] - args.runs.rowptr[split.row];
+  if (run.slot >= 0) rows.end(run.slot);
+}
+
+// The entries of a run, one in each of the first threads of a warp, and the edges of the run as they follow each other.
+struct RunEdges {
+  static constexpr uint32_t kAll = 0xffffffffu;
+  int32_t row, count, end;  // end: edges of this entry and of those before it
+  int64_t first;
+
+  __device__ __forceinline__ RunEdges(const Runs& runs, const Run& run) : row(0), count(0), first(0) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    if (lane < run.count) {
+      const Entry entry = load_record(runs.entry + run.first + lane);
+      row = entry.row, count = entry.count, first = entry.first;
+    }
+    end = count;
+#pragma unroll
+    for (int apart = 1; apart < kMostEntries; apart *= 2) {
+      const int32_t before = __shfl_up_sync(kAll, end, apart);
+      if (lane >= apart) end += before;
+    }
+  }
+
+  __device__ int32_t total() const { return __shfl_sync(kAll, end, kMostEntries - 1); }
+
+  // An edge of a tile, of one thread.
+  struct Edge {
+    int64_t edge;
+    int32_t row, source, count;
+    uint32_t last;  // a bit for every edge of the tile that is the last of its entry
+  };
+
+  // Loads the edges from `done` on.
+  __device__ __forceinline__ Edge load(const int32_t* col, int32_t done, int32_t all) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int32_t place = min(done + lane % kTile, all - 1);
+    int which = 0;  // entry in which the edge lies: the number of entries that end before it
+#pragma unroll
+    for (int step = kMostEntries / 2; step > 0; step /= 2) {
+      if (__shfl_sync(kAll, end, which + step - 1) <= place) which += step;
+    }
+    Edge found;
+    found.row = __shfl_sync(kAll, row, which);
+    found.count = __shfl_sync(kAll, count, which);
+    const int32_t past = __shfl_sync(kAll, end, which);
+    found.edge = __shfl_sync(kAll, first, which) + (place - (past - found.count));
+    found.source = col[found.edge];
+    found.last = __ballot_sync(kAll, lane < kTile && done + lane < all && place + 1 == past);
+    return found;
+  }
+};
+
+// The states of the columns of a warp's rows: thread t has the columns t, t + 32, ..
+template <int kWidth, class Reduce, class Body>
+struct TileColumns {
+  static constexpr int kEach = (kWidth + 31) / 32, kValues = Reduce::kValues;
+  static constexpr bool kNarrow = kWidth <= 16;  // all threads compute values, which some of them reduce
+  static constexpr int kTogether = 4;            // edges whose rows are loaded at once
+  static_assert(!kNarrow || Body::kOperandBytes >= 4 * kWidth * kValues, "narrow values find room");
+  Reduce state[kEach];
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int t = 0; t < kEach; ++t) state[t].start();
+  }
+  // Calls visit(state, column) for each column of this thread.
+  template <class Visit>
+  __device__ __forceinline__ void each(const Visit& visit) {
+#pragma unroll
+    for (int t = 0; t < kEach; ++t) {
+      const int column = static_cast<int>(threadIdx.x % 32) + 32 * t;
+      if (column < kWidth) visit(state[t], column);
+    }
+  }
+
+  // Takes the first `count` edges of a tile; calls finish(state, edge, column) behind those that have a bit in `last`.
+  template <class Finish>
+  __device__ __forceinline__ void take(const EdgeTile<Body>& tile, int count, uint32_t last, const Finish& finish) {
+    auto* const narrow = reinterpret_cast<float*>(tile.operand);
+    if constexpr (kNarrow) {
 #pragma unroll 1
-                     for (int column = lane; column < kWidth; column += kLanes) {
-                       Reduce total;
-                       total.start();
-                       Reduce nothing = total;
-                       const auto load = [&](int32_t part) {
-                         Reduce state;
-                         state.read(staged(slot + part * apart, column), kWidth);
-                         return state;
-                       };
-                       each_part<4>(count, nothing, load, [&](const Reduce& part) { total.merge(part); });
-                       if (whole) {
-                         finish(total, split.row, edges, column);
-                       } else {
-                         total.write(staged(slot, column), kWidth);
-                       }
-                     }
+      for (int i = EdgeTile<Body>::lane(); i < kTile * kWidth; i += 32) {
+        float values[kValues];
+        tile.values(i / kWidth, i % kWidth, values);
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) narrow[(i / kWidth * kValues + v) * kWidth + i % kWidth] = values[v];
+      }
+      __syncwarp();
+    }
+#pragma unroll 1
+    for (int first = 0; first < count; first += kTogether) {
+      each([&](Reduce& reduced, int column) {
+        float value[kTogether][kValues];
+#pragma unroll
+        for (int e = 0; e < kTogether; ++e) {
+          if constexpr (kNarrow) {
+#pragma unroll
+            for (int v = 0; v < kValues; ++v) value[e][v] = narrow[((first + e) * kValues + v) * kWidth + column];
+          } else {
+            tile.values(first + e, column, value[e]);
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < kTogether; ++e) {
+          if (first + e < count) reduced.take(value[e]);
+          if (last >> (first + e) & 1) {
+            finish(reduced, first + e, column);
+            reduced.start();
+          }
+        }
+      });
+    }
+  }
+};
+
+template <int kWidth, int kStride, class Reduce, class Body>
+__global__ void __launch_bounds__(256, 2) message_tiles(MessageArgs args, Body body) {
+  begin_kernel();
+  extern __shared__ int4 memory[];
+  __shared__ int32_t taken;
+  if (threadIdx.x == 0) taken = 0;
+  EdgeTile<Body> tile(body, memory);
+  const MessageRows<kWidth, kStride, 32, Reduce> rows{args};
+  const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll 1
+  while (true) {
+    int32_t turn = 0;
+    if (lane == 0) turn = atomicAdd(&taken, 1);
+    const int64_t index = static_cast<int64_t>(__shfl_sync(0xffffffffu, turn, 0)) * gridDim.x + blockIdx.x;
+    if (index >= args.count) return;
+    const Run run = load_record(args.runs.run + index);
+    const RunEdges edges(args.runs, run);
+    const int32_t all = edges.total();
+    TileColumns<kWidth, Reduce, Body> columns;
+    columns.start();
+    RunEdges::Edge edge{};
+    if (all > 0) edge = edges.load(args.runs.col, 0, all);
+#pragma unroll 1
+    for (int32_t done = 0; done < all; done += kTile) {
+      __syncwarp();  // the edges of the last tile have been read
+      const uint32_t last = edge.last;
+      if (lane < kTile) {
+        note_edge(tile.edges, lane, edge.edge, edge.row, edge.source);
+        tile.edges->count[lane] = edge.count;
+      }
+      tile.fetch();
+      edge = edges.load(args.runs.col, done + kTile, all);
+      tile.compute();
+      columns.take(tile, min(kTile, all - done), run.slot >= 0 ? 0u : last,
+                   [&](const Reduce& state, int edge, int column) {
+                     rows.finish(state, tile.edges->row[edge], tile.edges->count[edge], column);
                    });
+    }
+    if (run.slot >= 0) {
+      columns.each([&](const Reduce& state, int column) { state.write(rows.staged(run.slot, column), kWidth); });
+      rows.end(run.slot);
+      continue;
+    }
+    Reduce none;
+    none.start();
+#pragma unroll 1
+    for (uint32_t left = __ballot_sync(0xffffffffu, lane < run.count && edges.count == 0); left != 0;
+         left &= left - 1) {  // rows without edges
+      const int32_t row = __shfl_sync(0xffffffffu, edges.row, __ffs(static_cast<int>(left)) - 1);
+      for (int column = lane; column < kWidth; column += 32) rows.finish(none, row, 0, column);
+    }
+  }
 }
 
 }  // namespace gnnc

@@ -1,10 +1,10 @@
 """CUDA C++ of the body of a ``message`` or ``edge_map``: one column of the values of one edge.
 
 Every op of a body is a function from the place of an element to its value. The writer walks back from
-the place that is asked for: elementwise ops become expressions, shape ops arithmetic on indices, sums,
-means and products of two edge values loops. Products with a weight are declared, one after the other: a
-warp computes them for several edges at a time (``csrc/cuda/sparse/edge_products.cuh``), and what follows
-reads their results. Nothing else is stored but scalars.
+the place that is asked for: elementwise ops become expressions, shape ops arithmetic on indices, short sums
+and products of two edge values loops. What ``body_stages`` holds is computed once an edge, by a warp:
+products with a weight, sums over columns, and values that take long and that more than one column reads.
+What follows reads their results.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,33 @@ from torch.fx import Node
 
 from gnnc.ir.body import body_inputs, body_values, parse_body
 from gnnc.ir.nodes import argument, arguments, first_operand, unpack
-from gnnc.runtime.cuda.kernels.body_products import AT, Product, declared
-from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
+from gnnc.runtime.cuda.kernels.body_forms import decomposed
+from gnnc.runtime.cuda.kernels.body_places import Place, between, broadcast, flat, number_of, places
+from gnnc.runtime.cuda.kernels.body_stages import (
+    AT,
+    Block,
+    Layout,
+    ProductStage,
+    Row,
+    Stage,
+    SumStage,
+    declared,
+    layout_of,
+    place_of,
+    row_of,
+)
+from gnnc.runtime.cuda.kernels.body_values import (
+    EDGES,
+    has_stages,
+    is_product,
+    is_sum,
+    long_values,
+    low_type,
+    reduced_dims,
+    shapes_of,
+)
+from gnnc.runtime.cuda.kernels.epilogue import TYPES
 from gnnc.runtime.row_program.build import Refusal
-
-_EDGES = 1009
-"""Number of edges while shapes are inferred: a prime that is no width."""
-
-Place = tuple[str, ...]
-"""Indices of an element, one a dimension; that of the edge dimension is ``"edge"``."""
 
 _UNARY = {
     "relu": "({0} < 0.0f ? 0.0f : {0})",
@@ -108,16 +126,16 @@ class Functor:
     """C++ struct whose call operator computes a body.
 
     Attributes:
-        text: members, products and call operator.
+        text: members, stages and call operator.
         operands: names of the operands that the members point to, in order.
         width: columns of an edge's value.
-        products: columns of the operand and of the result, for each product with a weight.
+        block: block of threads that runs the stages; None where there are none.
     """
 
     text: str
     operands: tuple[str, ...]
     width: int
-    products: tuple[tuple[int, int], ...]
+    block: Block | None
 
 
 def write_body(text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> Functor:
@@ -138,12 +156,15 @@ class BodyWriter:
     """Writer of the C++ of one body."""
 
     def __init__(self, text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> None:
-        self.module = parse_body(text)
+        self.module = decomposed(parse_body(text))
         self.names = body_inputs(text)
         self.operands, self.strides = operands, strides
         self.count = 0
-        self.shapes = _shapes(self.module, self.names, operands)
-        self.products: dict[Node, Product] = {}
+        self.shapes = shapes_of(self.module, self.names, operands)
+        self.stages: dict[Node, Stage] = {}
+        self.reads: set[int | str] = set()
+        self.long = long_values(self.module.graph, self.shapes)
+        self.rows = self._fetched() if has_stages(self.module.graph, self.shapes) else {}
 
     def write(self) -> Functor:
         """Return the body as a functor."""
@@ -155,32 +176,48 @@ class BodyWriter:
         for number, result in enumerate(results):
             shape = self._edge_shape(result)
             widths.add(prod(shape))
-            value = self.value(result, ("edge", *_places("column", shape)), scope)
+            value = self.value(result, ("edge", *places("column", shape)), scope)
             scope.lines.append(f"values[{number}] = {value};")
         assert len(widths) == 1, "the values of a body have one shape"
+        width, layout = widths.pop(), None
+        if self.stages:
+            rows = list(self.rows.values())
+            layout = layout_of(list(self.stages.values()), self.reads, width, len(results), rows)
+        return Functor(self._struct(scope, layout), self.names, width, layout and layout.block)
+
+    def _struct(self, scope: Scope, layout: Layout | None) -> str:
+        """Return the members, the stages, and the call operator with the statements of a scope."""
         members = [f"const {TYPES[self.operands[name].dtype]}* {name};" for name in self.names]
         lines = [
             *(members or ["int64_t nothing;"]),
-            *declared(self.products.values()),
-            f"__device__ void operator()({AT}, int column, float (&values)[{len(results)}]) const {{",
+            *(declared(list(self.stages.values()), list(self.rows.values()), layout) if layout else ()),
+            f"__device__ void operator()({AT}, int column, float* values) const {{",
             *(f"  {line}" for line in scope.lines),
             "}",
         ]
-        text = "".join(f"  {line}\n" for line in lines)
-        products = tuple((product.inputs, product.outputs) for product in self.products.values())
-        return Functor(text, self.names, widths.pop(), products)
+        return "".join(f"  {line}\n" for line in lines)
+
+    def _fetched(self) -> dict[str, Row]:
+        """Return the rows of sources and edges that a warp copies to shared memory."""
+        found: dict[str, Row] = {}
+        for name in self.names:
+            size = self.operands[name].element_size()
+            row = Row(name, size * prod(map(int, self.operands[name].shape[1:])), size * self.strides[name])
+            if name[0] in "je" and row.piece:
+                found[name] = row
+        return found
 
     def _edge_shape(self, node: Node) -> tuple[int, ...]:
         """Return the sizes of an edge's value."""
         shape = self.shapes[node]
-        if not shape or shape[0] != _EDGES:
+        if not shape or shape[0] != EDGES:
             raise Refusal("the body's value has no edge dimension in front")
         return shape[1:]
 
     def value(self, node: Any, place: Place, scope: Scope) -> str:
         """Return the name of an element's value, computed in ``scope`` where it is not known yet."""
         if not isinstance(node, Node):
-            return _number(node)
+            return number_of(node)
         known = scope.find((node, place))
         if known is not None:
             return known
@@ -194,7 +231,15 @@ class BodyWriter:
     def _text(self, node: Node, place: Place, scope: Scope) -> str:
         if node.op == "placeholder":
             return self._load(str(node.target), place)
+        if node in self.long or (is_sum(node, self.shapes) and self._is_of_edges(node)):
+            return self._staged(node, place)
+        return self._computed(node, place, scope)
+
+    def _computed(self, node: Node, place: Place, scope: Scope) -> str:
+        """Return an element of an op's result, computed from elements of its operands."""
         target = str(node.target)
+        if target == "gnnc.gemm.default":
+            return self._linear(node, place, scope)
         name = target.removeprefix("aten.").partition(".")[0]
         if not target.startswith("aten."):
             raise Refusal(f"the body calls {target}")
@@ -214,16 +259,20 @@ class BodyWriter:
     def _load(self, name: str, place: Place) -> str:
         shape = self.operands[name].shape
         if name[0] == "c":
-            return f"step::as_float({name}[{flat_index(place, tuple(map(int, shape)))}])"
+            return f"step::as_float({name}[{flat(place, tuple(map(int, shape)))}])"
         row = {"i": "row", "j": "source", "e": "edge"}[name[0]]
-        inner = flat_index(place[1:], tuple(int(size) for size in shape[1:]))
+        inner = flat(place[1:], tuple(int(size) for size in shape[1:]))
+        if name in self.rows:
+            self.reads.add(name)
+            kind = TYPES[self.operands[name].dtype]
+            return f"step::as_float(reinterpret_cast<const {kind}*>(results + {row_of(name)})[{inner}])"
         return f"step::as_float({name}[{row} * {self.strides[name]} + {inner}])"
 
     def _operand(self, node: Node, name: str, place: Place, scope: Scope) -> str:
         value = argument(node, name)
         if not isinstance(value, Node):
-            return _number(value)
-        return self.value(value, _broadcast(place, self.shapes[value]), scope)
+            return number_of(value)
+        return self.value(value, broadcast(place, self.shapes[value]), scope)
 
     def _binary(self, name: str, node: Node, place: Place, scope: Scope) -> str:
         second = _SECOND.get(name, "other")
@@ -232,9 +281,9 @@ class BodyWriter:
         if argument(node, "rounding_mode", None) is not None:
             raise Refusal("the body divides and rounds")
         if name in ("add", "sub") and alpha != 1:
-            right = f"({_number(alpha)} * {right})"
+            right = f"({number_of(alpha)} * {right})"
         if name == "rsub" and alpha != 1:
-            left = f"({_number(alpha)} * {left})"
+            left = f"({number_of(alpha)} * {left})"
         if name == "pow" and argument(node, second) in _POWERS:
             return _POWERS[argument(node, second)].format(left)
         return _BINARY[name].format(left, right)
@@ -245,7 +294,7 @@ class BodyWriter:
         if any(given.get(option, plain) != plain for option, plain in _PLAIN_OPTIONS.items()):
             raise Refusal(f"the body has a {name} with options")
         grad, x = (self._operand(node, operand, place, scope) for operand in ("grad_output", second))
-        numbers = {key: _number(value) for key, value in given.items() if isinstance(value, int | float)}
+        numbers = {key: number_of(value) for key, value in given.items() if isinstance(value, int | float)}
         sigmoid, normal = (
             f"(1.0f / (1.0f + expf(-{x})))",
             f"(0.5f * (1.0f + erff({x} * 0.70710678118654752f)))",
@@ -255,10 +304,10 @@ class BodyWriter:
 
     def _reshaped(self, node: Node, place: Place) -> Place:
         source = self.shapes[first_operand(node)]
-        return _between(place, self.shapes[node], source)
+        return between(place, self.shapes[node], source)
 
     def _leaky_relu(self, node: Node, place: Place, scope: Scope) -> str:
-        slope = _number(argument(node, "negative_slope"))
+        slope = number_of(argument(node, "negative_slope"))
         x = self._operand(node, "self", place, scope)
         if 0 < argument(node, "negative_slope") <= 1:
             return f"fmaxf({x}, {x} * {slope})"
@@ -267,7 +316,7 @@ class BodyWriter:
     def _elu(self, node: Node, place: Place, scope: Scope) -> str:
         if unpack(node, "scale", "input_scale") != (1, 1):
             raise Refusal("the body scales an elu")
-        alpha = _number(argument(node, "alpha"))
+        alpha = number_of(argument(node, "alpha"))
         x = self._operand(node, "self", place, scope)
         return f"({x} > 0.0f ? {x} : {alpha} * expm1f({x}))"
 
@@ -287,8 +336,8 @@ class BodyWriter:
         x = self._operand(node, "self", place, scope)
         low, high = unpack(node, "min", "max")
         if low is not None:
-            x = f"step::larger({x}, {_number(low)})"
-        return x if high is None else f"step::smaller({x}, {_number(high)})"
+            x = f"step::larger({x}, {number_of(low)})"
+        return x if high is None else f"step::smaller({x}, {number_of(high)})"
 
     def _where(self, node: Node, place: Place, scope: Scope) -> str:
         names = ("condition", "self", "other")
@@ -301,15 +350,18 @@ class BodyWriter:
 
     def _convert(self, node: Node, place: Place, scope: Scope) -> str:
         dtype = argument(node, "dtype")
+        value = self._operand(node, "self", place, scope)
+        if dtype in (torch.float16, torch.bfloat16):
+            return f"step::as_float(step::from_float<{TYPES[dtype]}>({value}))"
         if dtype not in (None, torch.float32):
             raise Refusal(f"the body converts to {dtype}")
-        return self._operand(node, "self", place, scope)
+        return value
 
     def _expand(self, node: Node, place: Place, scope: Scope) -> str:
         return self._operand(node, "self", place, scope)
 
     def _full_like(self, node: Node, place: Place, scope: Scope) -> str:
-        return _number(argument(node, "fill_value"))
+        return number_of(argument(node, "fill_value"))
 
     def _select(self, node: Node, place: Place, scope: Scope) -> str:
         source, dim, index = unpack(node, "self", "dim", "index")
@@ -354,13 +406,16 @@ class BodyWriter:
         return name
 
     def _linear(self, node: Node, place: Place, scope: Scope) -> str:
+        if str(node.target) == "gnnc.gemm.default":
+            x, weight, bias, is_kn = unpack(node, "x", "w", "bias", "w_is_kn")
+            return self._product(node, place, x, weight, bias, is_kn=bool(is_kn))
         x, weight, bias = unpack(node, "input", "weight", "bias")
         return self._product(node, place, x, weight, bias, is_kn=False)
 
     def _matmul(self, node: Node, place: Place, scope: Scope) -> str:
         left = first_operand(node)
         right = argument(node, "mat2" if str(node.target) != "aten.matmul.default" else "other")
-        if len(self.shapes[right]) == 2 and not self._is_of_edges(right):
+        if is_product(node, self.shapes):
             return self._product(node, place, left, right, None, is_kn=True)
         return self._batched_product(node, place, left, right, scope)
 
@@ -371,38 +426,73 @@ class BodyWriter:
         return self._product(node, place, x, weight, bias, is_kn=True)
 
     def _is_of_edges(self, node: Node) -> bool:
-        return self.shapes[node][:1] == (_EDGES,)
+        return self.shapes[node][:1] == (EDGES,)
 
     def _product(
         self, node: Node, place: Place, x: Node, weight: Node, bias: Node | None, *, is_kn: bool
     ) -> str:
-        """Return an element of a product with a weight: an element of the results that a warp has stored."""
-        if node not in self.products:
-            self.products[node] = self._declare(node, x, weight, bias, is_kn=is_kn)
-        names = list(self.products)
-        before = sum(self.products[name].outputs for name in names[: names.index(node)])
-        return f"products[{before} + {flat_index(place[1:], self.shapes[node][1:])}]"
+        """Return an element of a product with a weight."""
+        if node not in self.stages:
+            self._add_stage(node, lambda: self._product_stage(node, x, weight, bias, is_kn=is_kn))
+        return self._result(node, place)
 
-    def _declare(self, node: Node, x: Node, weight: Node, bias: Node | None, *, is_kn: bool) -> Product:
+    def _product_stage(
+        self, node: Node, x: Node, weight: Node, bias: Node | None, *, is_kn: bool
+    ) -> ProductStage:
         if self._is_of_edges(weight) or (bias is not None and self._is_of_edges(bias)):
             raise Refusal("the body multiplies by a matrix of its own at every edge")
         shape, outputs = self._edge_shape(x), self.shapes[node][-1]
         if prod(shape[:-1]) != 1:
             raise Refusal(f"the body multiplies {prod(shape[:-1])} rows at every edge by a weight")
         column = tuple("0" for _ in shape[:-1])
-        return Product(
-            shape[-1],
-            outputs,
-            self._returned(x, ("edge", *column, "column")),
-            self._returned(weight, ("k", "column") if is_kn else ("column", "k")),
-            self._bias(bias),
-        )
+        functions = {
+            "column": self._returned(x, ("edge", *column, "column")),
+            "weight": self._returned(weight, ("k", "column") if is_kn else ("column", "k")),
+            "bias": self._bias(bias),
+        }
+        dtype = low_type(x, {name: tensor.dtype for name, tensor in self.operands.items()})
+        return ProductStage(outputs, functions, inputs=shape[-1], type=dtype and TYPES[dtype])
+
+    def _staged(self, node: Node, place: Place) -> str:
+        """Return an element of a sum over columns, or of a value that is stored."""
+        if node not in self.stages:
+            self._add_stage(node, lambda: self._value_stage(node))
+        return self._result(node, place)
+
+    def _value_stage(self, node: Node) -> Stage:
+        shape = self._edge_shape(node)
+        if not is_sum(node, self.shapes):
+            scope = Scope()
+            value = self._computed(node, ("edge", *places("column", shape)), scope)
+            return Stage(prod(shape), {"column": " ".join([*scope.lines, f"return {value};"])})
+        source = first_operand(node)
+        sizes, dims = self.shapes[source], reduced_dims(node, self.shapes)
+        inner = iter(places("k", tuple(sizes[dim] for dim in dims)))
+        others = tuple(size for dim, size in enumerate(sizes) if dim and dim not in dims)
+        kept = iter(places("column", others))
+        at = ("edge", *(next(inner if dim in dims else kept) for dim in range(1, len(sizes))))
+        terms = prod(sizes[dim] for dim in dims)
+        divisor = terms if "mean" in str(node.target) else 1
+        return SumStage(prod(shape), {"term": self._returned(source, at)}, terms=terms, divisor=divisor)
+
+    def _add_stage(self, node: Node, make: Callable[[], Stage]) -> None:
+        """Add a stage behind those that it reads."""
+        outer, self.reads = self.reads, set()
+        stage = make()
+        stage.reads, self.reads = self.reads, outer
+        self.stages[node] = stage
+
+    def _result(self, node: Node, place: Place) -> str:
+        """Return an element of a stage's results."""
+        number = list(self.stages).index(node)
+        self.reads.add(number)
+        return f"results[{place_of(number)} + {flat(place[1:], self.shapes[node][1:])}]"
 
     def _bias(self, bias: Node | None) -> str:
         return (
             "return 0.0f;"
             if bias is None
-            else self._returned(bias, _broadcast(("column",), self.shapes[bias]))
+            else self._returned(bias, broadcast(("column",), self.shapes[bias]))
         )
 
     def _returned(self, node: Node, place: Place) -> str:
@@ -414,7 +504,7 @@ class BodyWriter:
     def _batched_product(self, node: Node, place: Place, left: Node, right: Node, scope: Scope) -> str:
         """Return an element of a product of two matrices of every edge: a loop."""
         shapes = self.shapes[left], self.shapes[right]
-        if not all(len(shape) == 3 and shape[0] == _EDGES for shape in shapes):
+        if not all(len(shape) == 3 and shape[0] == EDGES for shape in shapes):
             raise Refusal(f"the body calls {node.target} of {len(shapes[0])} and {len(shapes[1])} dimensions")
         self.count += 1
         total, k, inner = f"v{self.count}", f"k{self.count}", Scope(scope)
@@ -449,13 +539,8 @@ class BodyWriter:
 
     def _sum(self, node: Node, place: Place, scope: Scope) -> str:
         source = first_operand(node)
-        shape = self.shapes[source]
-        dims, keepdim = argument(node, "dim", None), argument(node, "keepdim", False)
-        if dims is None or not isinstance(dims, list | tuple) or not dims:
-            raise Refusal("the body reduces over everything")
-        reduced = sorted(int(dim) % len(shape) for dim in dims)
-        if 0 in reduced:
-            raise Refusal("the body reduces over edges")
+        shape, keepdim = self.shapes[source], argument(node, "keepdim", False)
+        reduced = reduced_dims(node, self.shapes)
         outer_indices = iter([index for dim, index in enumerate(place) if not keepdim or dim not in reduced])
         self.count += 1
         total = f"v{self.count}"
@@ -497,73 +582,3 @@ _SPECIAL: dict[str, Callable[[BodyWriter, Node, Place, Scope], str]] = {
     "sum": BodyWriter._sum,
     "mean": BodyWriter._sum,
 }
-
-
-def _shapes(
-    module: Any, names: tuple[str, ...], operands: dict[str, torch.Tensor]
-) -> dict[Any, tuple[int, ...]]:
-    """Run the body on tensors without memory; return the shape of every node."""
-    shapes: dict[Any, tuple[int, ...]] = {}
-
-    class Record(torch.fx.Interpreter):
-        def run_node(self, n: Node) -> Any:
-            result = super().run_node(n)
-            if isinstance(result, torch.Tensor):
-                shapes[n] = tuple(int(size) for size in result.shape)
-            return result
-
-    def stand_in(name: str) -> torch.Tensor:
-        sizes = [int(size) for size in operands[name].shape[0 if name[0] == "c" else 1 :]]
-        return torch.empty(sizes if name[0] == "c" else [_EDGES, *sizes], device="meta")
-
-    try:
-        Record(module).run(*(stand_in(name) for name in names))
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise Refusal(f"the body's shapes are unknown: {str(error).splitlines()[0]}") from None
-    return shapes
-
-
-def _places(name: str, shape: tuple[int, ...]) -> Place:
-    """Return the place that a flat index stands for in a shape."""
-    places, remaining = [], prod(shape)
-    for size in shape:
-        remaining //= size
-        outer = name if remaining == 1 else f"({name} / {remaining})"
-        places.append("0" if size == 1 else outer if len(places) == 0 else f"({outer} % {size})")
-    return tuple(places)
-
-
-def flat_index(place: Place, shape: tuple[int, ...]) -> str:
-    """Return the flat index of a place."""
-    terms, remaining = [], prod(shape)
-    for index, size in zip(place, shape, strict=True):
-        remaining //= size
-        if size != 1 and index != "0":
-            terms.append(index if remaining == 1 else f"{index} * {remaining}")
-    return " + ".join(terms) or "0"
-
-
-def _between(place: Place, shape: tuple[int, ...], source: tuple[int, ...]) -> Place:
-    """Return the place in ``source`` of an element of its reshape; the edge dimension stays in front."""
-    edges = bool(shape) and shape[0] == _EDGES
-    if edges != (bool(source) and source[0] == _EDGES):
-        raise Refusal("the body folds the edge dimension into another")
-    if not edges:
-        return _places(f"({flat_index(place, shape)})", source)
-    if source[1:] == shape[1:]:
-        return place
-    return (place[0], *_places(f"({flat_index(place[1:], shape[1:])})", source[1:]))
-
-
-def _broadcast(place: Place, shape: tuple[int, ...]) -> Place:
-    """Return the place in an operand that is broadcast to the place of the result."""
-    trailing = place[len(place) - len(shape) :]
-    return tuple("0" if size == 1 else index for index, size in zip(trailing, shape, strict=True))
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, bool):
-        return "1.0f" if value else "0.0f"
-    if isinstance(value, int | float):
-        return f"({literal(float(value))})"
-    raise Refusal(f"the body holds {value!r}")

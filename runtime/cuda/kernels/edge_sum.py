@@ -85,7 +85,7 @@ class EdgeSum:
 
 def _value(body: Body, rows: Expr, columns: Expr, emitter: CudaEmitter) -> tuple[str, list[Operand]]:
     """Return the functor of a column of an edge's value, with its members: computed, or read where stored."""
-    if body.products:
+    if body.block is not None:
         text = f"  const float* x;\n  {_HEAD}\n    return x[edge * {body.width} + column];\n  }}\n"
         return emitter.kernel_set.struct("Value", text), [pointer(_stored(body, rows, columns, emitter))]
     text = f"  const int32_t* rows;\n  const int32_t* col;\n  {body.name} body;\n  {_HEAD}\n"

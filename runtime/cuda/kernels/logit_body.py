@@ -12,7 +12,8 @@ from torch.fx import Node
 
 from gnnc.ir.body import body_values
 from gnnc.ir.nodes import argument, first_operand
-from gnnc.runtime.cuda.kernels.edge_body import BodyWriter, Place, Scope, flat_index
+from gnnc.runtime.cuda.kernels.body_places import Place, flat
+from gnnc.runtime.cuda.kernels.edge_body import BodyWriter, Scope
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
 from gnnc.runtime.row_program.build import Refusal
 
@@ -51,6 +52,10 @@ def write_logit(body: str, operands: dict[str, torch.Tensor], scale: float) -> L
 class _LogitWriter(BodyWriter):
     """Writer of the terms of the sum, and of what follows it."""
 
+    def __init__(self, text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> None:
+        super().__init__(text, operands, strides)
+        self.long, self.rows = frozenset(), {}  # a thread computes its columns by itself
+
     def logit(self, scale: float) -> Logit:
         """Return the struct."""
         (result,) = body_values(self.module.graph)
@@ -61,7 +66,7 @@ class _LogitWriter(BodyWriter):
         if len(shape) not in (1, 2) or dims != [len(shape)] or argument(total, "keepdim"):
             raise Refusal("the body sums over other dimensions than the columns of heads")
         self.place: Place = ("head", "column")[-len(shape) :]
-        self.row_index = flat_index(self.place, shape)
+        self.row_index = flat(self.place, shape)
         self.loads: dict[str, int] = {}
         inner = Scope()
         term = self.value(terms, ("edge", *self.place), inner)
@@ -70,6 +75,8 @@ class _LogitWriter(BodyWriter):
         value = self.value(result, ("edge", *self.place), outer)
         if scale != 1.0:
             value = f"{value} * {literal(scale)}"
+        if self.stages:
+            raise Refusal("the body has more than one sum, or a product with a weight")
         names = tuple(name for name in self.names if name[0] == "c")
         lines = [
             f"static constexpr int kConstants = {len(self.loads)};",
@@ -101,7 +108,7 @@ class _LogitWriter(BodyWriter):
                 raise Refusal("a constant is behind the sum of the body")
             load = super()._load(name, place)
             return f"c[{self.loads.setdefault(load, len(self.loads))}]"
-        index = flat_index(place[1:], tuple(int(size) for size in self.operands[name].shape[1:]))
+        index = flat(place[1:], tuple(int(size) for size in self.operands[name].shape[1:]))
         if name in _ROWS and is_term and index == self.row_index:
             return _ROWS[name]
         if name == "e0" and not is_term and index in ("0", "head"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.fx import Node
@@ -9,30 +10,27 @@ from torch.fx import Node
 from gnnc.ir.body import body_operands
 from gnnc.ir.format import EDGE_LIST, RUN_TABLE, Format
 from gnnc.ir.message import reductions
-from gnnc.ir.nodes import argument, as_node, operand, unpack
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer, round_up
+from gnnc.ir.nodes import argument, as_node, operand, shape_of, unpack
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer
 from gnnc.runtime.cuda.formats.tables import (
     destinations,
     runs_arguments,
     write_runs,
     write_staging,
 )
+from gnnc.runtime.cuda.kernels.body_stages import TILE, Block
 from gnnc.runtime.cuda.kernels.edge_body import Functor, write_body
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
 from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import Refusal, fixed_width, planned
 
-_EDGES_AT_ONCE = 8
-"""``EdgeProducts::kEdges``."""
-_MOST_WEIGHTS = 12 * 1024
-"""``EdgeProducts::kMostWeights``."""
-_BATCHES = 16
-"""``gnnc::kBatches``."""
-_MOST_SHARED = 96 * 1024
-"""``EdgeProducts::kMostBytes``: two blocks a multiprocessor."""
+_MOST_BLOCKS = 1024
+"""Blocks of an edge_map with stages: enough for any device, few enough that weights are seldom loaded."""
+_MULTIPROCESSOR_BYTES = 200 * 1024
+"""Shared memory of a multiprocessor that blocks of a message with stages fill."""
 _MOST_STATES = 32
-"""Words of the states of a thread's columns, at most, where products make it hold all of them at a time."""
+"""Words of the states of a thread's columns, at most, where stages make it hold all of them at a time."""
 _EXACT = 2**24 // 128**2
 """Number of products of two int8 values whose sum is always exact in FP32."""
 _SDDMM = {
@@ -142,14 +140,14 @@ def body_plan(node: Node, body: str | None = None) -> Plan:
         fixed_width(value)
     positions = tuple((name, node.all_input_nodes.index(value)) for name, value in operands.items())
     plan = Plan(body or argument(node, "body"), argument(node, "reduce", None), positions)
-    _check_products(plan, _functor(plan, node, {name: 1 for name in operands}))
+    strides = {name: prod(shape_of(value)[1:]) for name, value in operands.items()}
+    _check_states(plan, _functor(plan, node, strides))
     return plan
 
 
-def _check_products(plan: Plan, functor: Functor) -> None:
-    """Refuse products that a multiprocessor has no room for."""
-    block_of(functor.products)
-    if functor.products and plan.reduce is not None:
+def _check_states(plan: Plan, functor: Functor) -> None:
+    """Refuse states of reductions that a thread has no registers for."""
+    if functor.block is not None and plan.reduce is not None:
         words = -(-functor.width // 32) * sum(map(_words, reductions(plan.reduce)))
         if words > _MOST_STATES:
             raise Refusal(f"the reductions of the body take {words} registers of a thread")
@@ -173,33 +171,13 @@ class Body:
         name: the struct.
         width: columns of an edge's value.
         pointers: the members.
-        products: see ``Functor``.
+        block: block of threads that runs the stages; None where there are none.
     """
 
     name: str
     width: int
     pointers: tuple[Operand, ...]
-    products: tuple[tuple[int, int], ...]
-
-    def block(self, kernel: str, emitter: CudaEmitter) -> "ProductBlock":
-        """Return the block of a launch; check it as the kernel is compiled."""
-        block, of_kernel = block_of(self.products), f"ProductsOf<{self.name}>"
-        condition = f"{of_kernel}::kBytes == {block.nbytes} && {of_kernel}::kWarps == {block.warps}"
-        emitter.kernel_set.require(kernel, condition, "products are given another block")
-        return block
-
-
-@dataclass(frozen=True, slots=True)
-class ProductBlock:
-    """Launch shape of a body with products.
-
-    Attributes:
-        warps: warps of a block.
-        nbytes: bytes of its dynamic shared memory.
-    """
-
-    warps: int
-    nbytes: int
+    block: Block | None
 
 
 def write_functor(plan: Plan, node: Node, emitter: CudaEmitter) -> Body:
@@ -218,30 +196,7 @@ def body_of(functor: Functor, tensors: Mapping[str, Expr], emitter: CudaEmitter)
     """Return a functor as a struct of the program's kernels, whose members are tensors of the program."""
     pointers = [pointer(tensors[name]) for name in functor.operands] or [pointer(None)]
     name = emitter.kernel_set.struct("Body", functor.text)
-    return Body(name, functor.width, tuple(pointers), functor.products)
-
-
-def block_of(products: Sequence[tuple[int, int]]) -> ProductBlock:
-    """Return the block of a body with these columns of operands and results (``EdgeProducts``).
-
-    Raises:
-        Refusal: there is no room for one warp.
-    """
-    if not products:
-        return ProductBlock(BLOCK // 32, 0)
-    weights = 0
-    for inputs, outputs in products:
-        words = round_up(inputs, 4) * (outputs | 1)
-        weights += words if weights + words <= _MOST_WEIGHTS else 0
-    columns = max(round_up(inputs, 4) for inputs, _ in products) + sum(outputs for _, outputs in products)
-    blocks_of = (
-        ProductBlock(warps, 4 * (weights + warps * _EDGES_AT_ONCE * columns))
-        for warps in (BLOCK // 32, 4, 2, 1)
-    )
-    block = next((block for block in blocks_of if block.nbytes <= _MOST_SHARED), None)
-    if block is None:
-        raise Refusal(f"the products of the body have {columns} columns an edge")
-    return block
+    return Body(name, functor.width, tuple(pointers), functor.block)
 
 
 def write_destinations(rowptr: Node, edges: Operand, emitter: CudaEmitter) -> Expr:
@@ -276,14 +231,23 @@ def write_edge_map(emitter: CudaEmitter, body: Body, rows: Expr, columns: Expr, 
     """
     edges = length(columns)
     values: list[Argument] = [pointer(rows), pointer(columns), pointer(out.written), edges, *body.pointers]
-    if body.products:
-        kernel = f"gnnc::edge_map_products<{body.width}, {body.name}>"
-        block = body.block(kernel, emitter)
-        grid = blocks(edges, block.warps * _BATCHES * _EDGES_AT_ONCE)
-        emitter.launch(kernel, expr("({})", grid), values, block=32 * block.warps, shared=block.nbytes)
-    else:
+    if body.block is None:
         grid = expr("({})", blocks(expr("{} * {}", edges, body.width), BLOCK))
         emitter.launch(f"gnnc::edge_map<{body.width}, {body.name}>", grid, values)
+        return
+    grid = expr("min({}, {})", blocks(edges, body.block.warps * TILE), _MOST_BLOCKS)
+    _launch_tiles(f"gnnc::edge_map_tiles<{body.width}, {body.name}>", grid, values, body, emitter)
+
+
+def _launch_tiles(
+    kernel: str, grid: Expr, values: Sequence[Argument], body: Body, emitter: CudaEmitter
+) -> None:
+    """Write the launch of a kernel that runs the stages of a body."""
+    assert body.block is not None
+    condition = f"EdgeTile<{body.name}>::kBytes == {body.block.nbytes}"
+    emitter.kernel_set.require(kernel, condition, "stages are given another block")
+    threads, shared = 32 * body.block.warps, body.block.nbytes
+    emitter.launch(kernel, grid, values, block=threads, shared=shared)
 
 
 def write_message(
@@ -306,15 +270,19 @@ def write_message(
         out: the result, one row a destination.
         stride: elements from one row of the result to the next.
     """
-    lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= body.width or lanes == 32)
-    lanes = 32 if body.products else lanes
     names = reductions(reduce)
     count = expr("{}.count", runs)
     staging = write_staging(emitter, runs, body.width * sum(map(_words, names)))
     values = [*edges, *staging, pointer(out.written), count]
     joins = ", ".join(f"gnnc::Join::{name}" for name in names)
+    if body.block is not None:
+        kernel = f"gnnc::message_tiles<{body.width}, {stride}, gnnc::Reductions<{joins}>, {body.name}>"
+        emitter.kernel_set.expect(kernel, "MessageArgs", count_of(values))
+        most = expr("{} * {}.blocks", max(1, min(4, _MULTIPROCESSOR_BYTES // body.block.nbytes)), runs)
+        grid = expr("min({}, {})", blocks(count, body.block.warps), most)
+        _launch_tiles(kernel, grid, [*values, *body.pointers], body, emitter)
+        return
+    lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= body.width or lanes == 32)
     kernel = f"gnnc::message<{body.width}, {stride}, {lanes}, gnnc::Reductions<{joins}>, {body.name}>"
     emitter.kernel_set.expect(kernel, "MessageArgs", count_of(values))
-    block = body.block(kernel, emitter)
-    grid, threads = blocks(count, 32 * block.warps // lanes), 32 * block.warps
-    emitter.launch(kernel, grid, [*values, *body.pointers], block=threads, shared=block.nbytes)
+    emitter.launch(kernel, blocks(count, BLOCK // lanes), [*values, *body.pointers])

@@ -33,8 +33,8 @@ class RowBody:
         """Take bodies whose elements a thread can compute by itself."""
         plan = row_body.plan(node)
         values = {name: argument_of(node, index).meta["val"] for name, index in plan.operands}
-        if write_body(plan.body, values, dict.fromkeys(values, 1)).products:
-            raise Refusal("it multiplies by a weight")
+        if write_body(plan.body, values, dict.fromkeys(values, 1)).block is not None:
+            raise Refusal("it multiplies by a weight, or sums columns")
         return plan
 
     @staticmethod

@@ -70,6 +70,23 @@ BODIES = {
         "t2 = aten.bmm.default(t1, e1); t3 = aten.stack.default([t2], 1); return t3",
         {"j0": (2, 3), "e0": (6,), "e1": (2, 4)},
     ),
+    "layer_norm": (
+        "t0 = aten.add.Tensor(i0, j0); t1 = aten.mean.dim(t0, [-1], True); t2 = aten.sub.Tensor(t0, t1); "
+        "t3 = aten.mul.Tensor(t2, t2); t4 = aten.sum.dim_IntList(t3, [-1], True); "
+        "t5 = aten.add.Tensor(t4, 1e-5); t6 = aten.rsqrt.default(t5); t7 = aten.mul.Tensor(t2, t6); "
+        "return t7",
+        {"i0": (9,), "j0": (9,)},
+    ),
+    "layer_norm_with_weights": (
+        "t0 = aten.add.Tensor(i0, j0); t1 = aten.layer_norm.default(t0, [3, 2], c0, c1, 0.1); "
+        "t2 = aten.layer_norm.default(t1, [2]); return t2",
+        {"i0": (3, 2), "j0": (3, 2), "c0": (3, 2), "c1": (3, 2)},
+    ),
+    "softmax_of_columns": (
+        "t0 = aten.mul.Tensor(i0, j0); t1 = aten.exp.default(t0); "
+        "t2 = aten.sum.dim_IntList(t1, [1, 2], True); t3 = aten.div.Tensor(t1, t2); return t3",
+        {"i0": (3, 4), "j0": (3, 4)},
+    ),
     "masked": (
         "t0 = aten.gt.Tensor(i0, j0); t1 = aten.where.self(t0, i0, j0); t2 = aten.neg.default(t1); "
         "t3 = aten.add.Tensor(t2, j0, alpha=2); return t3",
@@ -78,10 +95,56 @@ BODIES = {
 }
 SHIM = """
 #include <cmath>
+#include <cstring>
 #include <cstdint>
 #define __device__
 #define __host__
 inline float __fdividef(float a, float b) { return a / b; }
+namespace gnnc {
+template <class... Each> struct Stages {};
+template <class... Each> struct Rows {};
+template <bool kOfSources, int kBytes, int kStride, int kPiece, int kTo>
+struct Fetched {
+  template <int kNumber, class Body>
+  static void fetch(const Body& body, int source, int edge, float* results) {
+    const char* from = body.template base<kNumber>() + kStride * (kOfSources ? source : edge);
+    std::memcpy(results + kTo, from, kBytes);
+  }
+};
+template <int kNumber, class Body>
+void fetch(Rows<>, const Body&, int, int, float*) {}
+template <int kNumber, class Body, class First, class... Rest>
+void fetch(Rows<First, Rest...>, const Body& body, int source, int edge, float* results) {
+  First::template fetch<kNumber>(body, source, edge, results);
+  fetch<kNumber + 1>(Rows<Rest...>{}, body, source, edge, results);
+}
+template <int kOut, int kTo>
+struct Stored {
+  template <int kStage, class Body>
+  static void run(const Body& body, int row, int source, int edge, float* results) {
+    for (int c = 0; c < kOut; ++c)
+      results[kTo + c] = body.template column<kStage>(row, source, edge, results, c);
+  }
+};
+template <int kTerms, int kOut, int kTo, int kDivisor>
+struct ColumnSum {
+  template <int kStage, class Body>
+  static void run(const Body& body, int row, int source, int edge, float* results) {
+    for (int c = 0; c < kOut; ++c) {
+      float total = 0;
+      for (int k = 0; k < kTerms; ++k) total += body.template term<kStage>(row, source, edge, results, c, k);
+      results[kTo + c] = total / kDivisor;
+    }
+  }
+};
+template <int kStage, class Body>
+void run(Stages<>, const Body&, int, int, int, float*) {}
+template <int kStage, class Body, class First, class... Rest>
+void run(Stages<First, Rest...>, const Body& body, int row, int source, int edge, float* results) {
+  First::template run<kStage>(body, row, source, edge, results);
+  run<kStage + 1>(Stages<Rest...>{}, body, row, source, edge, results);
+}
+}
 namespace step {
 inline float as_float(float x) { return x; }
 inline float larger(float a, float b) { return a > b || a != a ? a : b; }
@@ -101,13 +164,21 @@ def library(tmp_path_factory):
     for name, (text, shapes) in BODIES.items():
         functor = write_body(text, {n: meta(n, s) for n, s in shapes.items()}, strides(shapes))
         parts.append(f"struct {name}_body {{\n{functor.text}}};")
+        stages = (
+            ""
+            if functor.block is None
+            else (
+                f"gnnc::fetch<0>({name}_body::Rows{{}}, body, col[e], e, results);\n    "
+                f"gnnc::run<0>({name}_body::Stages{{}}, body, rows[e], col[e], e, results);"
+            )
+        )
         pointers = ", ".join(f"const float* {n}" for n in functor.operands)
         parts.append(
             f'extern "C" void {name}(const int* rows, const int* col, float* out, {pointers}) {{\n'
             f"  const {name}_body body{{{', '.join(functor.operands)}}};\n"
-            f"  for (int e = 0; e < {EDGES}; ++e)\n"
+            f"  float results[128];\n  for (int e = 0; e < {EDGES}; ++e) {{\n    {stages}\n"
             f"    for (int c = 0; c < {functor.width}; ++c)\n"
-            f"      body(rows[e], col[e], e, nullptr, c, *(float (*)[1])(out + e * {functor.width} + c));\n}}"
+            f"      body(rows[e], col[e], e, results, c, out + e * {functor.width} + c);\n  }}\n}}"
         )
     (folder / "bodies.cpp").write_text("\n".join(parts))
     command = [compiler, "-shared", "-fPIC", "-O1", "-o", "bodies.so", "bodies.cpp"]

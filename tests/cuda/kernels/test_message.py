@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gnnc.ir.message import edge_map_reference, edge_sum_reference, message_reference
 from gnnc.runtime.cuda.driver.nvrtc import resources_of
-from gnnc.runtime.cuda.kernels.message import ProductBlock, block_of
+from gnnc.runtime.cuda.kernels.body_stages import Block, ProductStage, Row, Stage, SumStage, layout_of
 from gnnc.runtime.row_program.build import Refusal
 
 GNNC = torch.ops.gnnc
@@ -38,6 +38,13 @@ BIAS_GRAD = (
     "t2 = aten.threshold_backward.default(i0, t1, 0); t3 = aten.sum.dim_IntList(t2, [0], True); "
     "t4 = aten.view.default(t3, [-1]); return t4"
 )
+NORM = (
+    "t0 = aten.linear.default(e0, c0, c1); t1 = aten.add.Tensor(t0, j0); t2 = aten.mean.dim(t1, [-1], True); "
+    "t3 = aten.sub.Tensor(t1, t2); t4 = aten.square.default(t3); t5 = aten.mean.dim(t4, [-1], True); "
+    "t6 = aten.add.Tensor(t5, 1e-5); t7 = aten.rsqrt.default(t6); t8 = aten.mul.Tensor(t3, t7); "
+    "t9 = aten.silu.default(t8); t10 = aten.linear.default(t9, c2, c1); t11 = aten.add.Tensor(t10, t9); "
+    "return t11"
+)
 NARROW = "t0 = aten.linear.default(i0, c0, c1); t1 = aten.mul.Tensor(t0, j0); return t1"
 CASES = {
     "several": (SEVERAL, "sum,max,min,mean"),
@@ -46,6 +53,8 @@ CASES = {
     "filter": (FILTER, "sum"),
     "gate": (GATE, "mean"),
     "chain": (CHAIN, "max"),
+    "norm": (NORM, "sum"),
+    "norms": (NORM.replace("return t11", "return [t11, t9, t1]"), "max,softmax"),
 }
 WIDTHS = (1, 7, 47, 64)
 
@@ -60,8 +69,11 @@ def operands(name: str, g: Graph, width: int) -> tuple[list[Tensor], ...]:
         "softmax": ([dst], [src], [], [torch.randn(width) * 20]),
         "both": ([dst], [src], [], [torch.randn(width)]),
         "filter": ([], [src], [edge], [weight, bias]),
+        "half": ([dst], [src], [edge], [weight, torch.randn(width, width), bias]),
         "gate": ([dst], [src], [edge], [weight, bias, torch.randn(features, width)]),
-        "chain": ([], [src], [edge], [weight, bias, torch.randn(width, width)]),
+        **dict.fromkeys(
+            ("chain", "norm", "norms"), ([], [src], [edge], [weight, bias, torch.randn(width, width)])
+        ),
     }[name]
 
 
@@ -101,6 +113,61 @@ def test_messages(name: str, width: int, graph: str) -> None:
     got = run("message", g, body, groups, reduce)
     want = message_reference(g.rowptr, g.col, body, reduce, *in_float64(groups), g.num_dst)
     assert got.shape == want.shape and relative_error(got, want) < 1e-5
+
+
+HALF_CHAIN = (
+    "t0 = aten._to_copy.default(e0, dtype=torch.float16); t1 = gnnc.gemm.default(t0, c0, None, False); "
+    "t2 = aten.add.Tensor(t1, j0); t3 = aten.relu.default(t2); "
+    "t4 = aten._to_copy.default(t3, dtype=torch.float16); "
+    "t5 = gnnc.gemm.default(t4, c1, c2, True); t6 = aten.add.Tensor(t5, i0); return t6"
+)
+
+
+_FULL_CHAIN = (
+    "t0 = gnnc.gemm.default(e0, c0, None, False); t1 = aten.add.Tensor(t0, j0); t2 = aten.relu.default(t1); "
+    "t3 = gnnc.gemm.default(t2, c1, c2, True); t4 = aten.add.Tensor(t3, i0); return t4"
+)
+
+
+def integers(*shape: int, most: int = 2) -> Tensor:
+    return torch.randint(-most, most + 1, shape).float()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graph", ["random", "no-edges", "one-edge", "star"])
+@pytest.mark.parametrize(("features", "width"), [(16, 64), (5, 7), (40, 80), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_16_bits_are_exact_where_their_numbers_are(
+    dtype: torch.dtype, features: int, width: int, graph: str
+) -> None:
+    torch.manual_seed(0)
+    g, body = GRAPHS[graph](), HALF_CHAIN.replace("float16", str(dtype).removeprefix("torch."))
+    edge, weight = integers(g.num_edges, features, most=1).to(dtype), integers(width, features, most=1)
+    second, bias = integers(width, width).to(dtype), integers(width)
+    rows = [integers(g.num_dst, width)], [integers(g.num_src, width)]
+    body = body.replace(f"aten._to_copy.default(e0, dtype={dtype})", "aten.view.default(e0, [-1, K])")
+    body = body.replace("K", str(features))
+    groups = (*rows, [edge], [weight.to(dtype), second, bias])
+    for reduce in ("sum", "max", "min,sum"):
+        text = body.replace("return t6", "return [t6, t3]") if "," in reduce else body
+        got = run("message", g, text, groups, reduce)
+        assert torch.equal(got, message_reference(g.rowptr, g.col, text, reduce, *groups, g.num_dst))
+    got = run("edge_map", g, body, groups)
+    assert torch.equal(got, edge_map_reference(g.rowptr, g.col, body, *groups))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("large", [False, True])
+def test_products_of_16_bits_round_their_operands_alone(large: bool) -> None:
+    """Weights in FP32 are rounded as they are loaded; of a large body some find no room in shared memory."""
+    torch.manual_seed(0)
+    g, width = GRAPHS["random"](), 160 if large else 64
+    weights = [torch.randn(width, 16), torch.randn(width, width) / width**0.5, torch.randn(width)]
+    rows = [torch.randn(g.num_dst, width)], [torch.randn(g.num_src, width)]
+    groups = (*rows, [torch.randn(g.num_edges, 16)], weights)
+    got = run("message", g, HALF_CHAIN, groups, "mean")
+    want = message_reference(g.rowptr, g.col, _FULL_CHAIN, "mean", *in_float64(groups), g.num_dst)
+    assert 1e-6 < relative_error(got, want) < 2e-3
 
 
 @pytest.mark.cuda
@@ -170,18 +237,46 @@ def test_a_softmax_of_infinite_and_of_no_numbers_is_that_of_the_reference() -> N
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str) -> None:
     g = GRAPHS["random"]()
-    for name, (body, reduce) in CASES.items():
+    cases = {**CASES, "half": (HALF_CHAIN, "max")}
+    for name, (body, reduce) in cases.items():
         call, *tensors = call_of("message", g, body, operands(name, g, 64), reduce)
         program = program_of(call, *tensors, backend=f"cuda-offline:{architecture}")
         assert "reference" not in dict(program.kernels).values()
         assert_no_spills(resources_of(program.code[architecture]))
 
 
-def test_blocks_have_room_for_weights_and_for_eight_edges_a_warp() -> None:
-    assert block_of(()) == ProductBlock(8, 0)
-    assert block_of(((16, 64),)) == ProductBlock(8, 4 * (16 * 65 + 8 * 8 * (16 + 64)))
-    weights = 4 * 65 + 2 * 64 * 65  # the third matrix is read where it lies
-    assert block_of(((3, 64), *[(64, 64)] * 3)).warps == 4
-    assert block_of(((3, 64), *[(64, 64)] * 3)).nbytes == 4 * (weights + 4 * 8 * 5 * 64)
-    with pytest.raises(Refusal, match="4000 columns an edge"):
-        block_of(((2000, 2000),))
+def products(*sizes: tuple[int, int], dtype: str | None = None) -> list[ProductStage]:
+    """Return products, each of which reads the one before it."""
+    return [
+        ProductStage(outputs, {}, {number - 1} if number else set(), inputs, dtype)
+        for number, (inputs, outputs) in enumerate(sizes)
+    ]
+
+
+def test_blocks_have_room_for_weights_and_for_the_tile_of_each_warp() -> None:
+    one = layout_of(products((16, 64)), {0}, 64, 1)
+    assert (one.pitch, one.operand_bytes, one.weight_bytes) == (72, 80, 4 * 16 * 65)
+    assert one.block == Block(8, 4 * 16 * 65 + 8 * 16 * (20 + 4 * 72 + 80))
+    weight = 4 * 64 * 65
+    assert layout_of(products(*[(64, 64)] * 3), {2}, 64, 1).weights_at == (0, weight, -1)
+    half = layout_of(products(*[(64, 64)] * 3, dtype="__half"), {2}, 64, 1)
+    assert (half.weight_bytes, half.operand_bytes) == (3 * 2 * 64 * 72, 2 * 72)
+    assert layout_of(products((128, 128)), {0}, 128, 1).block.warps == 5
+    with pytest.raises(Refusal, match="bytes of shared memory for 16 edges"):
+        layout_of(products((2000, 2000)), {0}, 2000, 1)
+
+
+def test_results_take_the_place_of_those_that_nothing_reads_any_more() -> None:
+    assert layout_of(products(*[(64, 64)] * 3), {2}, 64, 1).places == (0, 0, 0)
+    assert layout_of(products(*[(64, 64)] * 3), {0, 2}, 64, 1).places == (0, 64, 64)
+    stages: list[Stage] = [*products((64, 64)), SumStage(1, {}, {0}, terms=64), Stage(64, {}, {0, 1})]
+    assert layout_of(stages, {2}, 64, 1).places == (0, 64, 68), "a value is stored while others are read"
+    stages[0].reads.add("j0")
+    rows = [Row("e0", 64, 64), Row("j0", 12, 12)]
+    behind = layout_of(stages, {2, "e0"}, 64, 1, rows)
+    assert (behind.rows_at, behind.places) == ((0, 16), (16, 80, 84)), (
+        "a product takes the place of its operand"
+    )
+    assert [row.piece for row in (*rows, Row("j0", 6, 6), Row("j0", 32, 36))] == [16, 4, 0, 4]
+    narrow = layout_of(products((4, 4)), {0}, 16, 3)
+    assert narrow.operand_bytes == 4 * 16 * 3, "values of few columns are reduced from shared memory"
