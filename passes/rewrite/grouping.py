@@ -73,8 +73,8 @@ class Partition:
     def would_cycle(self, group: Group | None, *new: Node) -> bool:
         """Return whether adding ``new`` to ``group`` would make a cycle."""
         inside = {*new, *(group.nodes if group else ())}
-        reads = {arg for node in new for arg in node.all_input_nodes} - inside
-        return any(self._depends_on(arg, inside) for arg in reads)
+        reads = {arg for node in inside for arg in node.all_input_nodes} - inside
+        return self._depend_on(reads, inside)
 
     def remove(self, group: Group, node: Node) -> None:
         """Remove ``node`` from ``group``."""
@@ -87,10 +87,10 @@ class Partition:
             self.remove(group, node)
         self.groups.remove(group)
 
-    def _depends_on(self, start: Node, inside: set[Node]) -> bool:
-        """Return whether ``start`` depends on a node of ``inside``, with the other groups contracted."""
+    def _depend_on(self, starts: Iterable[Node], inside: set[Node]) -> bool:
+        """Return whether one of ``starts`` depends on ``inside``, with the other groups contracted."""
         seen: set[Node] = set()
-        pending = [start]
+        pending = list(starts)
         while pending:
             node = pending.pop()
             if node in inside:
