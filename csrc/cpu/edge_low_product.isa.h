@@ -177,9 +177,7 @@ GNNC_INLINE void float_block(const LowProduct& p, int64_t row, int64_t c, N last
     each<kVectors>([&](auto v) __attribute__((always_inline)) { columns[v] = load(w + v * kLanes); });
     each<kRows>([&](auto r) __attribute__((always_inline)) {
       const Floats value = splat(float_of(reinterpret_cast<const Value*>(x + r * p.x.stride)[k]));
-      each<kVectors>([&](auto v) __attribute__((always_inline)) {
-        sums[r][v] = fused(value, columns[v], sums[r][v]);
-      });
+      each<kVectors>([&](auto v) __attribute__((always_inline)) { sums[r][v] = fused(value, columns[v], sums[r][v]); });
     });
   }
   store_block(p, row, c, last, sums);
