@@ -54,8 +54,11 @@ def _text(inner: Inner, result: Node) -> tuple[str, dict[Node, str]]:
     """Return the text of a body, and the names of its operands."""
     graph, copies, names = fx.Graph(), dict[Node, Node](), dict[Node, str]()
     for operand in inner.operands:
-        if not isinstance(operand.meta.get("val"), torch.Tensor):
+        value = operand.meta.get("val")
+        if not isinstance(value, torch.Tensor):
             continue  # a size, which views alone read
+        if value.is_floating_point() and value.dtype not in _DTYPES:
+            raise Refusal(f"{operand.name} is {value.dtype}")
         kind = "e" if _has_rows_of(operand, result) else "c"
         if kind == "c" and not all(isinstance(size, int) for size in shape_of(operand)):
             raise Refusal(f"{operand.name} has other rows than the result")

@@ -59,7 +59,8 @@ def check(model: Gated, backend: str, args: tuple[Tensor, ...]) -> Any:
     exact = copy.deepcopy(model).double()
     doubles = tuple(arg.double() if arg.is_floating_point() else arg for arg in args)
     wanted = gradients(exact, exact, doubles)
-    model, args = on_device((model, args)) if backend == "cuda" else (model, args)
+    if backend == "cuda":
+        model, args = model.cuda(), on_device(args)
     compiled = gnnc.compile(model, precision="fp32", backend=backend)
     found = gradients(compiled, model, args)
     for got, want in zip(found, wanted, strict=True):

@@ -1,13 +1,15 @@
 """Lowering of attention: logits, softmax and weighted sum in one pass over the edges."""
 
-import re
 from math import prod
 
 import torch
+from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.body import body_text, parse_body
 from gnnc.ir.format import RUN_TABLE, Format
 from gnnc.ir.nodes import shape_of
+from gnnc.ir.vjp import derived_body
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
 from gnnc.runtime.cuda.emitter import CudaEmitter, length, pointer, round_up
 from gnnc.runtime.cuda.formats.tables import runs_arguments, write_columns, write_runs, write_staging
@@ -20,6 +22,8 @@ from gnnc.runtime.plans import attention
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
 from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import Refusal, argument_of, optional_argument
+
+aten = torch.ops.aten
 
 _ADD, _DOT = 0, 1
 _MAX_WIDTH = 1024
@@ -250,12 +254,18 @@ def _scaled(body: str, factor: float) -> str:
     """Return a body whose value is multiplied by a number."""
     if factor == 1.0:
         return body
-    lines, _, value = body.rpartition("return ")
-    return f"{lines}w2 = aten.mul.Tensor({value}, {factor!r}); return w2"
+    return derived_body(body, lambda graph, values: graph.call_function(aten.mul.Tensor, (values[0], factor)))
 
 
 def _scaled_rows(body: str, rows: torch.Tensor) -> str:
     """Return a body that multiplies the quantized rows ``j0`` by their scales ``j1`` before it reads them."""
-    sizes = [-1, *(1 for _ in rows.shape[1:])]
-    text = f"w0 = aten.reshape.default(j1, {sizes}); w1 = aten.mul.Tensor(j0, w0); "
-    return text + re.sub(r"\bj0\b", "w1", body)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(parse_body(body).graph, {}))
+    codes = next(node for node in graph.find_nodes(op="placeholder") if node.target == "j0")
+    with graph.inserting_before(codes.next):
+        scales = graph.placeholder("j1")
+        sizes = [-1, *(1 for _ in rows.shape[1:])]
+        column = graph.call_function(aten.reshape.default, (scales, sizes))
+        values = graph.call_function(aten.mul.Tensor, (codes, column))
+    codes.replace_all_uses_with(values, delete_user_cb=lambda user: user is not values)
+    return body_text(graph)
