@@ -6,11 +6,12 @@
 Layers of width 64 with 16 edge features (``layer_zoo.py``), in inference and, with ``--training``, in a
 training step: a linear layer before the layer, mean square of its result, backward, fused Adam. Calls take
 one of several x tensors in turn. On CUDA a time is that of a loop of calls, from CUDA events, divided by
-their number, and memory the peak of the timed calls above the caller's tensors. On the CPU contenders
-take turns; with ``--threads 1`` a time is that of the process, in which other programs do not count. An
-error is that of the result (of a step: of the gradients) against eager FP32, relative, in the L2 norm. The
-floor is the larger of two times: of a copy of the bytes that must move (arguments and results once, edges as
-one id), and of the products at the rate of a large product, in int8 at four times that of FP32.
+their number, and memory the peak of all calls above the caller's tensors, with what a contender keeps from
+its first call on. On the CPU contenders take turns; with ``--threads 1`` a time is that of the process, in
+which other programs do not count. An error is that of the result (of a step: of the gradients) against eager
+FP32, relative, in the L2 norm. The floor is the larger of two times: of a copy of the bytes that must move
+(arguments and results once, edges as one id), and of the products at the rate of a large product, in int8 at
+four times that of FP32.
 torch.compile, which takes most of the time, comes last, as far as ``--seconds`` go.
 """
 
@@ -140,10 +141,11 @@ def rows_of(given: Problem, names: list[str], repeats: int) -> list[dict[str, An
     for name in names:
         row: dict[str, Any] = {"layer": given.name, "kind": kind, "name": name}
         rows.append(row)
-        start = time.perf_counter()
+        start, before = time.perf_counter(), _memory(given)
         try:
             made = contender(name, given)
             got = made.call(given.x)
+            row["kept_mb"] = round((_memory(given) - before) / 1e6)
             row["first_s"] = round(time.perf_counter() - start, 2)
         except (RuntimeError, gnnc.GnncError) as error:
             row["failed"] = str(error).splitlines()[0][:200]
@@ -163,6 +165,7 @@ def _time(
 ) -> None:
     """Add the times and, on CUDA, the peak memory to the rows of the contenders."""
     calls = {name: made.call for name, made in contenders.items()}
+    kept = {name: rows[name].pop("kept_mb") for name in contenders}
     if given.x.device.type == "cpu":
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         timings = measure.median_ms_in_turns(calls, given.x, repeats=repeats, warmup=1, clock=clock)
@@ -176,7 +179,14 @@ def _time(
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         rows[name]["ms"] = loop_ms(call, inputs)
-        rows[name]["peak_mb"] = round((torch.cuda.max_memory_allocated() - before) / 1e6)
+        peak = (torch.cuda.max_memory_allocated() - before) / 1e6
+        rows[name]["peak_mb"] = round(peak) + kept[name]
+
+
+def _memory(given: Problem) -> int:
+    """Return the bytes of all tensors on the device."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if given.x.is_cuda else 0
 
 
 def kernels(compiled: Any, given: Problem) -> dict[str, float]:
