@@ -18,10 +18,10 @@ from torch.fx import Node
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.exact_reads import EXACT
 from gnnc.ir.nodes import argument, first_operand, is_result, result_index
-from gnnc.ir.op import Op, op_of
+from gnnc.ir.op import Op, has_body, op_of
 from gnnc.ir.parts import BACKWARD_LAYER
 from gnnc.passes.base import Context, Property
-from gnnc.passes.quantization.body_products import has_body, has_products, why_full
+from gnnc.passes.quantization.body_products import has_products, why_full
 from gnnc.passes.quantization.last_layer import last_layer
 from gnnc.passes.quantization.norm_statistics import statistics
 from gnnc.passes.quantization.number_formats import CHOSEN, FULL, Option, options_of, width_of

@@ -29,7 +29,7 @@ from gnnc.ir.nodes import (
     shape_or_none,
     unpack,
 )
-from gnnc.ir.op import op_of
+from gnnc.ir.op import has_body, op_of
 from gnnc.ir.qtype import BYTE_DTYPES, QType
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
 from gnnc.ir.row_steps import GRADIENT_STEPS
@@ -112,8 +112,7 @@ class Fuse:
 
 def _is_in_bodies(weight: Node) -> bool:
     """Return whether bodies, whose kernels quantize no weights, read a weight in another form."""
-    readers = (op_of(reader) for user in weight.users for reader in user.users)
-    return any(op is not None and "body" in op.parameters for op in readers)
+    return any(has_body(reader) for user in weight.users for reader in user.users)
 
 
 def _has_rows(node: Node) -> bool:

@@ -30,7 +30,7 @@ from gnnc.ir.nodes import (
     shape_or_none,
     with_arguments,
 )
-from gnnc.ir.op import Op, op_of
+from gnnc.ir.op import Op, has_body, op_of
 from gnnc.ir.qtype import Granularity, QType
 from gnnc.ir.quantized import MAX_SHIFT, STATIC_RANGE
 from gnnc.ir.source import Source, source_of
@@ -38,7 +38,7 @@ from gnnc.passes.base import Context
 from gnnc.passes.quantization.bf16_narrow_rows import use_bf16_for_narrow_rows
 from gnnc.passes.quantization.bf16_partials import producer, round_partials_to_bf16
 from gnnc.passes.quantization.bf16_wide_inputs import use_bf16_for_wide_input
-from gnnc.passes.quantization.body_products import has_body, multiply_low
+from gnnc.passes.quantization.body_products import multiply_low
 from gnnc.passes.quantization.gradients import GradientRounding, GradientScale, Quantized, Rounding
 from gnnc.passes.quantization.logit_rows import logit_rows, read_rounded
 from gnnc.passes.quantization.number_formats import (

@@ -240,7 +240,7 @@ def op_terms(node: Node, mode: str, element_size: Any = None) -> list[Term]:
     terms = [Term(f"edge.{mode}", edges)]
     if op.kind == "aggregate":
         terms.append(Term("row", size_expr(node.meta["val"].shape[0])))
-    if "body" in op.parameters:
+    if op.has_body:
         terms.append(Term("body", edges * _per_row(node)))
     for table in tables_of(node):
         size = element_size or _element_size(table)

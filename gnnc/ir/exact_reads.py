@@ -15,7 +15,7 @@ from torch.fx import Node
 from gnnc.ir.aten import CASTS, EXACT_READS, EXPONENTIALS, SHAPE_ONLY, TO_INTEGER, ExactReads
 from gnnc.ir.body import parse_body
 from gnnc.ir.nodes import argument, aten_name, is_result, op_name, result_index
-from gnnc.ir.op import op_of
+from gnnc.ir.op import has_body
 from gnnc.ir.signs import Operands, is_never_positive
 from gnnc.ir.thresholds import is_continuous, is_saturated
 
@@ -43,8 +43,7 @@ def exact_values(graph: fx.Graph) -> dict[Node, Reader]:
 
 def _exact_operands(node: Node, inside: Operands | None = None) -> Iterator[tuple[Node, Reader]]:
     """Yield the operands that a node reads exactly; ``inside``: the operands of the body that it is in."""
-    op = op_of(node)
-    if op is not None and "body" in op.parameters:
+    if has_body(node):
         operands = Operands.of(node)
         yield from ((operands.values[name], reader) for name, reader in _inputs_of_body(node, operands))
         return

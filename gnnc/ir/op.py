@@ -122,6 +122,11 @@ class Op:
         return tuple(text.split("=")[0].split()[-1] for text in declared)
 
     @property
+    def has_body(self) -> bool:
+        """Return whether the op computes a body at every edge (``gnnc.ir.body``)."""
+        return "body" in self.parameters
+
+    @property
     def crosses_edges(self) -> bool:
         """Return whether the op reads features at the other ends of edges, by the source ids ``col``."""
         return bool(self.gathered) and "col" in self.parameters
@@ -185,6 +190,12 @@ def op_of(node: torch.fx.Node) -> Op | None:
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return None
     return REGISTRY.get(target.__name__.split(".")[0]) if target.namespace == NAMESPACE else None
+
+
+def has_body(node: torch.fx.Node) -> bool:
+    """Return whether ``node`` calls an op that computes a body at every edge."""
+    op = op_of(node)
+    return op is not None and op.has_body
 
 
 def check(condition: bool, op: str, message: Callable[[], str]) -> None:

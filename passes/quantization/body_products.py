@@ -15,7 +15,7 @@ from torch.fx import Node
 from gnnc.ir.body import body_operands, body_shapes, body_text, parse_body, product_of, values_of
 from gnnc.ir.exact_reads import exact_in_body
 from gnnc.ir.nodes import argument, aten_name, first_operand, with_arguments
-from gnnc.ir.op import op_of
+from gnnc.ir.op import has_body
 from gnnc.passes.quantization.number_formats import FLOAT_DTYPES
 from gnnc.precision import Precision
 from gnnc.target import Target
@@ -47,12 +47,6 @@ class BodyProduct:
     bias: Node | None
     weight: int
     is_kn: bool
-
-
-def has_body(node: Node) -> bool:
-    """Return whether a node computes a body at every edge."""
-    op = op_of(node)
-    return op is not None and "body" in op.parameters
 
 
 def has_products(node: Node) -> bool:

@@ -6,7 +6,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.nodes import aten_name, holds_tensor, value_of
-from gnnc.ir.op import op_of
+from gnnc.ir.op import has_body, op_of
 from gnnc.ir.source import source_of
 from gnnc.passes.quantization.number_formats import aggregated_rows, is_low_aggregation
 
@@ -36,7 +36,7 @@ def _returns(aggregation: Node, operand: Node) -> Iterator[bool]:
                 continue
             seen.add((user, bent))
             if op_of(user) is not None:
-                yield _has_body(user) and any(
+                yield has_body(user) and any(
                     not sources.isdisjoint(sources_of(other))
                     for other in user.all_input_nodes
                     if other is not node and holds_tensor(other)
@@ -46,12 +46,6 @@ def _returns(aggregation: Node, operand: Node) -> Iterator[bool]:
             if other is not None:
                 yield not sources.isdisjoint(sources_of(other))
             pending.append((user, bent or aten_name(user) in _BENT))
-
-
-def _has_body(node: Node) -> bool:
-    """Return whether a primitive computes by a body, which may subtract and divide."""
-    op = op_of(node)
-    return op is not None and "body" in op.parameters
 
 
 def _norm_of(user: Node, result: Node, bent: bool) -> Node | None:
