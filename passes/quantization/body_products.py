@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.body import body_operands, body_shapes, body_text, parse_body, product_of, values_of
-from gnnc.ir.exact_reads import exact_in_body
+from gnnc.ir.exact_reads import Reader, exact_in_body
 from gnnc.ir.nodes import argument, aten_name, first_operand, with_arguments
 from gnnc.ir.op import has_body
 from gnnc.passes.quantization.number_formats import FLOAT_DTYPES
@@ -65,7 +65,7 @@ def format_of(asked: Precision, target: Target) -> Precision | None:
 
 def why_full(node: Node, asked: Precision, target: Target) -> str | None:
     """Return why a body with products is computed in FP32 throughout; None where it is not."""
-    reasons = [_why_full(node, product) for product in products_of(node)]
+    reasons = _reasons(node, products_of(node))
     if format_of(asked, target) is None:
         return f"no kernel of bodies multiplies in {asked} on this backend"
     return None if None in reasons else reasons[0]
@@ -101,11 +101,15 @@ def _product(node: Node, of_edges: set[Node], shapes: dict[Node, torch.Tensor]) 
     return BodyProduct(node, x, tuple(values[0].shape[1:]), bias, int(name[1:]), is_kn)
 
 
-def _why_full(node: Node, product: BodyProduct) -> str | None:
-    """Return why a product stays FP32; None where it does not."""
+def _reasons(node: Node, products: list[BodyProduct]) -> list[str | None]:
+    """Return why each product in the body of an op stays FP32; None where it does not."""
+    exact = exact_in_body(node)
+    return [_why_full(product, exact.get(product.node)) for product in products]
+
+
+def _why_full(product: BodyProduct, reader: Reader | None) -> str | None:
     if product.sizes[-1] < _NARROWEST:
         return f"an inner width of {product.sizes[-1]} gains less in low precision than its rounding takes"
-    reader = exact_in_body(node).get(product.node)
     if reader is None:
         return None
     return f"its result feeds {reader[0]} in the body, {reader[1]}, which reads no rounded values"
@@ -127,7 +131,7 @@ def multiply_low(build: Any) -> Node | None:
         build.note("stays FP32: gradients in a body have no factor that brings them into the range of fp16")
         return None
     found = products_of(node)
-    reasons = [_why_full(node, product) for product in found]
+    reasons = _reasons(node, found)
     body = _Body(build, precision)
     for product, reason in zip(found, reasons, strict=True):
         if reason is None:
@@ -144,7 +148,7 @@ class _Body:
 
     Attributes:
         build: builder of nodes before the op.
-        precision: of the products.
+        precision: number format of the operands of the products.
         graph: the copy.
         copies: its nodes, by those of ``parse_body``.
         const: the constant operands.
