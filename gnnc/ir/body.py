@@ -12,7 +12,7 @@ hashes, compares, pickles and merges like any other.
 import ast
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -129,8 +129,13 @@ def body_values(graph: fx.Graph) -> list[Any]:
 
 def body_operands(node: fx.Node) -> dict[str, fx.Node]:
     """Return the operands of an op with a body, by the names of the body's inputs."""
-    groups = zip(GROUPS, unpack(node, *GROUPS.values()), strict=True)
-    return {f"{kind}{number}": operand for kind, group in groups for number, operand in enumerate(group)}
+    return name_operands(unpack(node, *GROUPS.values()))
+
+
+def name_operands(groups: Sequence[Sequence[fx.Node]]) -> dict[str, fx.Node]:
+    """Return operands by destination, by source, by edge, and constants, by their names in a body."""
+    kinds = zip(GROUPS, groups, strict=True)
+    return {f"{kind}{number}": operand for kind, group in kinds for number, operand in enumerate(group)}
 
 
 def values_of(operands: Mapping[str, fx.Node]) -> dict[str, torch.Tensor]:
@@ -279,23 +284,36 @@ def body_shapes(text: str, operands: Mapping[str, torch.Tensor]) -> dict[fx.Node
 
     Args: as of ``measure_body``.
     """
+    inputs = [stand_in(name, operands[name]) for name in body_inputs(text)]
+    return tensors_of(parse_body(text), inputs)
+
+
+def tensors_of(module: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+    """Run the graph of a body; return the tensor that each of its nodes computes."""
     found: dict[fx.Node, torch.Tensor] = {}
 
-    class Shapes(fx.Interpreter):
+    class Record(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
             if isinstance(result, torch.Tensor):
                 found[n] = result
             return result
 
-    Shapes(parse_body(text)).run(*(stand_in(name, operands[name]) for name in body_inputs(text)))
+    Record(module).run(*inputs)
     return found
 
 
-def stand_in(name: str, operand: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without memory for an operand of a body: of ``EDGES`` rows where it is no constant."""
+def stand_in(name: str, operand: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor without memory for an operand of a body: of ``EDGES`` rows where it is no constant.
+
+    Args:
+        name: name of the operand in the body.
+        operand: tensor with the sizes of the operand.
+        dtype: dtype of the result; None: that of the operand.
+    """
     shape = [int(size) for size in operand.shape[0 if name[0] == "c" else 1 :]]
-    return torch.empty(shape if name[0] == "c" else [EDGES, *shape], dtype=operand.dtype, device="meta")
+    sizes = shape if name[0] == "c" else [EDGES, *shape]
+    return torch.empty(sizes, dtype=dtype or operand.dtype, device="meta")
 
 
 def widest_value(text: str, operands: dict[str, torch.Tensor]) -> int:

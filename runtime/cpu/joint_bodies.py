@@ -1,6 +1,5 @@
 """Lowering of bodies that run in one pass over the edges: what they share is computed once."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from gnnc.ir.body import (
     body_inputs,
     body_operands,
     body_work,
+    name_operands,
     parse_body,
     values_of,
 )
@@ -83,7 +83,7 @@ class JointBodies:
     def emit(plan: JointSteps, node: Node, emitter: Emitter) -> None:
         """Write the call."""
         edges, groups = _arguments(plan.joint, node)
-        given = _by_name(groups)
+        given = name_operands(groups)
         emit_steps(emitter, plan.steps, list(map(emitter.vector, edges)), given, _results(node, emitter))
 
 
@@ -123,16 +123,7 @@ def _join(inner: Inner) -> tuple[list[Node], Joint, dict[str, Node]]:
         parts.append(part)
     numbers = tuple(tuple(inner.operand(value, "an operand") for value in group) for group in joint.operands)
     csr = tuple(inner.operand(value, "the CSR") for value in edges)
-    return bodies, Joint(joint.text(values), tuple(parts), csr, numbers), _by_name(joint.operands)
-
-
-def _by_name(groups: Sequence[Sequence[Node]]) -> dict[str, Node]:
-    """Return the operands of a body by their names in it."""
-    return {
-        f"{kind}{number}": value
-        for kind, group in zip(GROUPS, groups, strict=True)
-        for number, value in enumerate(group)
-    }
+    return bodies, Joint(joint.text(values), tuple(parts), csr, numbers), name_operands(joint.operands)
 
 
 def _arguments(joint: Joint, node: Node) -> tuple[list[Node], list[list[Node]]]:

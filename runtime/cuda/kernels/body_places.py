@@ -3,7 +3,7 @@
 from math import prod
 from typing import Any
 
-from gnnc.runtime.cuda.kernels.body_values import EDGES
+from gnnc.ir.body import EDGES
 from gnnc.runtime.cuda.kernels.epilogue import literal
 from gnnc.runtime.row_program.build import Refusal
 

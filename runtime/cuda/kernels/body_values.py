@@ -6,12 +6,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from gnnc.ir.body import body_values
+from gnnc.ir.body import EDGES, body_values, stand_in, tensors_of
 from gnnc.ir.nodes import argument, first_operand
 from gnnc.runtime.row_program.build import Refusal
-
-EDGES = 1009
-"""Number of edges while shapes are inferred: a prime that is no width."""
 
 Shapes = dict[Any, tuple[int, ...]]
 
@@ -29,24 +26,11 @@ _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten
 
 def shapes_of(module: Any, names: tuple[str, ...], operands: dict[str, torch.Tensor]) -> Shapes:
     """Run the body on tensors without memory; return the shape of every node."""
-    shapes: Shapes = {}
-
-    class Record(torch.fx.Interpreter):
-        def run_node(self, n: Node) -> Any:
-            result = super().run_node(n)
-            if isinstance(result, torch.Tensor):
-                shapes[n] = tuple(int(size) for size in result.shape)
-            return result
-
-    def stand_in(name: str) -> torch.Tensor:
-        sizes = [int(size) for size in operands[name].shape[0 if name[0] == "c" else 1 :]]
-        return torch.empty(sizes if name[0] == "c" else [EDGES, *sizes], device="meta")
-
     try:
-        Record(module).run(*(stand_in(name) for name in names))
+        found = tensors_of(module, [stand_in(name, operands[name], torch.float32) for name in names])
     except (RuntimeError, TypeError, ValueError) as error:
         raise Refusal(f"the body's shapes are unknown: {str(error).splitlines()[0]}") from None
-    return shapes
+    return {node: tuple(int(size) for size in tensor.shape) for node, tensor in found.items()}
 
 
 def low_type(x: Node, operands: dict[str, torch.dtype]) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.ir.body import body_inputs, body_values, parse_body
+from gnnc.ir.body import EDGES, body_inputs, body_values, parse_body
 from gnnc.ir.nodes import argument, arguments, first_operand, unpack
 from gnnc.runtime.cuda.kernels.body_forms import decomposed
 from gnnc.runtime.cuda.kernels.body_places import Place, between, broadcast, flat, number_of, places
@@ -33,7 +33,6 @@ from gnnc.runtime.cuda.kernels.body_stages import (
     row_of,
 )
 from gnnc.runtime.cuda.kernels.body_values import (
-    EDGES,
     has_stages,
     is_product,
     is_sum,
