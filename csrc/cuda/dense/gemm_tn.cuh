@@ -19,6 +19,7 @@
 // Launch: blocks of 256 threads, `shares` for each pair of tiles.
 
 #include "common/row_steps.cuh"
+#include "common/tensor_cores.cuh"
 
 namespace gnnc {
 
@@ -161,21 +162,6 @@ __device__ inline void load_turned(uint32_t (&to)[4], const T* row) {
                : "memory");
 }
 
-__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 }  // namespace tn
 
 template <class Config>
@@ -242,8 +228,8 @@ __global__ void __launch_bounds__(tn::kThreads) gemm_tn(GemmTnArgs args) {
 #pragma unroll
           for (int q = 0; q < B::kParts; ++q) {
             if (p + q > 1) continue;
-            tn::multiply(sums[own][0], left, right[q][0], right[q][1], T{});
-            tn::multiply(sums[own][1], left, right[q][2], right[q][3], T{});
+            multiply_halves(sums[own][0], left, right[q][0], right[q][1], T{});
+            multiply_halves(sums[own][1], left, right[q][2], right[q][3], T{});
           }
         }
       }
