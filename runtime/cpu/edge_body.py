@@ -10,12 +10,12 @@ from gnnc.ir.body import body_operands, values_of
 from gnnc.ir.nodes import argument, unpack
 from gnnc.runtime.cpu.edge_opcodes import Steps
 from gnnc.runtime.cpu.edge_ops import translate
-from gnnc.runtime.cpu.parts import Part, part_of
+from gnnc.runtime.cpu.parts import Part, check_float32, part_of
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import Expr, tuple_of
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program import build
-from gnnc.runtime.row_program.build import Refusal, planned
+from gnnc.runtime.row_program.build import planned
 
 
 @kernel(
@@ -58,15 +58,11 @@ def plan_steps(
     Raises:
         Refusal: a result is not float32, a width is not fixed, or no step computes an op of the body.
     """
-    for result in results:
-        if result.meta["val"].dtype != torch.float32:
-            raise Refusal(f"the result is {result.meta['val'].dtype}")
-        build.fixed_width(result)
-    values = values_of(operands)
+    check_float32(results)
     for name, value in operands.items():
         if name[0] != "c":
             build.fixed_width(value)
-    return translate(body, values, parts)
+    return translate(body, values_of(operands), parts)
 
 
 def emit_steps(

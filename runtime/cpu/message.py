@@ -13,13 +13,13 @@ from gnnc.ir.body import GROUPS, body_operands, measure_body, values_of
 from gnnc.ir.message import pair_values, values_taken
 from gnnc.ir.nodes import argument, unpack
 from gnnc.runtime.cpu.body import STORE, Tensors, evaluate
-from gnnc.runtime.cpu.parts import Part, part_of
+from gnnc.runtime.cpu.parts import Part, check_float32, part_of
 from gnnc.runtime.plans.spmm import REDUCTIONS
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import tuple_of
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program import build
-from gnnc.runtime.row_program.build import Refusal, planned
+from gnnc.runtime.row_program.build import planned
 
 BLOCK_VALUES = 1 << 17
 """Elements of the widest value in a block: half a megabyte of floats."""
@@ -79,10 +79,8 @@ def plan_body(
     Raises:
         Refusal: a result is not float32, or a width is not fixed.
     """
-    for value in results:
-        if value.meta["val"].dtype != torch.float32:
-            raise Refusal(f"the result is {value.meta['val'].dtype}")
-    for value in (*results, *operands.values()):
+    check_float32(results)
+    for value in operands.values():
         build.fixed_width(value)
     width, shared = measure_body(body, values_of(operands))
     return Plan(body, parts, max(BLOCK_VALUES // width, _MIN_EDGES), shared)

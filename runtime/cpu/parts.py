@@ -1,11 +1,15 @@
 """Results of a pass over edges: how the values of a body become each of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch.fx import Node
 
 from gnnc.ir.nodes import argument, op_name
+from gnnc.runtime.row_program import build
+from gnnc.runtime.row_program.build import Refusal
 
 Kind = Literal["rows", "sources", "edges", "all"]
 
@@ -22,6 +26,14 @@ class Part:
 
     kind: Kind
     reductions: tuple[str, ...] = ()
+
+
+def check_float32(results: Sequence[Node]) -> None:
+    """Refuse results that are not float32, or whose width is not fixed."""
+    for result in results:
+        if result.meta["val"].dtype != torch.float32:
+            raise Refusal(f"the result is {result.meta['val'].dtype}")
+        build.fixed_width(result)
 
 
 def part_of(node: Node) -> Part:
