@@ -14,7 +14,7 @@ from gnnc.ir.nodes import argument, arguments
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import Granularity
 from gnnc.passes.base import Context
-from gnnc.passes.quantization.number_formats import CHOSEN, width_of
+from gnnc.passes.quantization.number_formats import may_take_bf16, width_of
 from gnnc.passes.quantization.observe import Candidate, Observation
 from gnnc.precision import BF16, Precision
 from gnnc.target import NarrowRows
@@ -33,7 +33,7 @@ def use_bf16_for_narrow_rows(
         limit: mean relative error of a row up to which a granularity is good enough.
     """
     asked: Precision = node.meta["precision"]
-    if node.meta.get(CHOSEN, True) or not asked.is_quantized or BF16.name not in ctx.target.precisions:
+    if not may_take_bf16(node, ctx.target):
         return
     ways: list[Granularity] = ["row"] if _name(node) == "sddmm" else [c.granularity for c in candidates]
     paying = [way for way in ways if _pays(node, way, ctx.target.narrow_rows)]

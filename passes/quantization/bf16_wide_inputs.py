@@ -13,7 +13,7 @@ from gnnc.ir.nodes import argument, aten_name, first_operand, is_float
 from gnnc.ir.op import op_of
 from gnnc.ir.source import source_of
 from gnnc.passes.base import Context
-from gnnc.passes.quantization.number_formats import CHOSEN, width_of
+from gnnc.passes.quantization.number_formats import may_take_bf16, width_of
 from gnnc.precision import BF16, Precision
 
 
@@ -25,7 +25,7 @@ def use_bf16_for_wide_input(node: Node, ctx: Context) -> None:
         ctx: says how wide a row may be, and takes a note.
     """
     asked: Precision = node.meta["precision"]
-    if node.meta.get(CHOSEN, True) or not asked.is_quantized or BF16.name not in ctx.target.precisions:
+    if not may_take_bf16(node, ctx.target):
         return
     op, most = op_of(node), ctx.target.quantized_columns
     if op is None or op.name != "gemm" or most is None:

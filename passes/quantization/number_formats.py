@@ -11,7 +11,8 @@ from gnnc.ir.nodes import arguments, shape_or_none
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.observe import CANDIDATES, Candidate
-from gnnc.precision import FP8, FP32, Precision
+from gnnc.precision import BF16, FP8, FP32, Precision
+from gnnc.target import Target
 
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype that operands are rounded to, by name of the precision."""
@@ -48,6 +49,12 @@ class Option:
 
 
 FULL = Option(FP32)
+
+
+def may_take_bf16(node: Node, target: Target) -> bool:
+    """Return whether a primitive of a quantized model may take bf16: nothing chose its own precision."""
+    asked: Precision = node.meta["precision"]
+    return not node.meta.get(CHOSEN, True) and asked.is_quantized and BF16.name in target.precisions
 
 
 def has_low_form(node: Node) -> bool:
