@@ -31,8 +31,8 @@ _ELEMENTWISE = _SEEDS - {"cat"} | frozenset(
     clamp clamp_min clamp_max maximum minimum eq ne lt le gt ge logical_not
     """.split()
 )
-_LAYOUT = frozenset({"view", "reshape", "unsqueeze", "select", "slice", "cat"})
-_FREE = _LAYOUT - {"cat"} | {"squeeze"}
+_LAYOUT = frozenset({"view", "reshape", "unsqueeze", "squeeze", "select", "slice", "cat"})
+_FREE = _LAYOUT - {"cat"}
 _MOST_COLUMNS = 2048
 """Columns of a row at most."""
 _HALVES = (torch.float16, torch.bfloat16)
@@ -106,7 +106,7 @@ def _is_free(node: Node, partition: Partition) -> bool:
 def _fits(node: Node) -> bool:
     """Return whether a body of rows may hold a node: each row of it follows from that row of its operands."""
     name = op_name(node)
-    if name not in _ELEMENTWISE | _LAYOUT | _FREE or not str(node.target).startswith("aten."):
+    if name not in _ELEMENTWISE | _LAYOUT or not str(node.target).startswith("aten."):
         return False
     if not holds_tensor(node) or not is_float(node, torch.float32, torch.bool):
         return False
@@ -117,7 +117,7 @@ def _fits(node: Node) -> bool:
         return False
     return (
         _keeps_rows(node, name)
-        if name in _LAYOUT | _FREE
+        if name in _LAYOUT
         else all(_is_operand(arg, node) for arg in node.all_input_nodes)
     )
 
