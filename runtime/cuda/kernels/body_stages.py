@@ -253,10 +253,7 @@ def declared(stages: Sequence[Stage], rows: Sequence[Row], layout: Layout) -> li
     ]
     lines = [
         f"using Rows = gnnc::Rows<{fetched}>;",
-        *(
-            f"static constexpr int {row_of(row.name)} = {to};"
-            for row, to in zip(rows, layout.rows_at, strict=True)
-        ),
+        *(f"static constexpr int {row_of(row.name)} = {to};" for row, to in placed),
         "template <int kNumber> __device__ const char* base() const {",
         *(
             f"  if constexpr (kNumber == {number}) {{ return reinterpret_cast<const char*>({row.name}); }}"
