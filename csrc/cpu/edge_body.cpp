@@ -116,7 +116,7 @@ class Program {
     }
   }
 
-  // Of each weight: a constant, whether that is [inputs, outputs], a format, and a constant of scales or -1.
+  // Four numbers tell a weight: its constant, 1 if that is [inputs, outputs], a format, the constant of scales or -1.
   void add_weights(const Numbers& numbers, const Tensors& consts) {
     STD_TORCH_CHECK(numbers.size() % 4 == 0, kOp, ": a weight has 4 numbers");
     for (size_t i = 0; i < numbers.size(); i += 4) {

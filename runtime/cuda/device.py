@@ -29,7 +29,7 @@ class CudaBuild:
 
     Attributes:
         recording: the recording form of the program; None where it is not launches alone.
-        obstacle: what keeps it from being recorded, or None.
+        obstacle: reason why the program is not recorded; None where it is.
         resources: registers and memory of each kernel, by C++ name.
         code_hash: hash of the machine code.
         structure: positions of the placeholders that are parts of the graph's structure.

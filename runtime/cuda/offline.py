@@ -23,7 +23,7 @@ class OfflineBuild:
     Attributes:
         kernel_set: the kernels.
         recording: the recording form of the program; None where it is not launches alone.
-        obstacle: what keeps it from being recorded, or None.
+        obstacle: reason why the program is not recorded; None where it is.
         code: the compiled code of each kernel, by architecture and C++ name.
     """
 

@@ -31,7 +31,7 @@ def scaled(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def towers(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """As PNA: a dimension of one tower between rows and columns."""
+    """Concatenation as in PNA, with a dimension of one tower between rows and columns."""
     h, a, b = x.relu()[:, None], a[:, None], b[:, None]
     joined = torch.cat([x.view(-1, 1, WIDTH), torch.cat([h, h * a, h * b], -1)], -1)
     return joined[:, 0]
