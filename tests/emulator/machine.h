@@ -535,6 +535,12 @@ inline float number(bfloat_t v) { return wide(v); }
 inline float number(e4m3_t v) { return wide(v); }
 inline float number(e5m2_t v) { return wide(v); }
 
+// FP32 of which a product of matrices reads the upper 19 bits.
+struct tf32_t {
+  uint32_t bits;
+};
+inline float number(tf32_t v) { return as<float>(v.bits & 0xffffe000u); }
+
 // D = A B + C of 16 x kDepth and kDepth x 8, A of T and B of Other; registers as PTX lays them out: those of A are
 // pairs of eight rows.
 template <class T, class Sum, int kDepth, class Other>

@@ -7,7 +7,7 @@ TYPES = {
     **{f"{kind}{bits}": f"uint{bits}_t" for kind in "ub" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": f"int{bits}_t" for bits in (8, 16, 32, 64)},
     **{"f32": "float", "f64": "double", "f16": "half_t", "bf16": "bfloat_t", "pred": "bool"},
-    **{"e4m3": "e4m3_t", "e5m2": "e5m2_t"},
+    **{"e4m3": "e4m3_t", "e5m2": "e5m2_t", "tf32": "tf32_t"},
 }
 _REGISTERS = {"f32": "float", "f64": "double", "pred": "bool"}
 _SPECIAL = {

@@ -1,6 +1,7 @@
 #pragma once
 
-// Products of 16-bit matrices on the tensor cores (mma.sync): 16 rows by 8 columns by 16 terms a step, sums in FP32.
+// Products of matrices on the tensor cores (mma.sync), sums in FP32: 16 rows by 8 columns a step, by 16 terms of 16
+// bits or by 8 of FP32.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -22,6 +23,30 @@ __device__ inline void multiply_halves(float (&c)[4], const uint32_t (&a)[4], ui
       "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// FP32 values as sums of two TF32 values, which have a mantissa of 10 bits: the rest is 2^-21 of a value at most.
+template <int kWords>
+struct Tf32Parts {
+  uint32_t high[kWords], low[kWords];
+  __device__ __forceinline__ void set(int i, float x) {
+    high[i] = __float_as_uint(x) & 0xffffe000u;
+    low[i] = __float_as_uint(x - __uint_as_float(high[i]));
+  }
+};
+
+__device__ inline void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// Products of FP32 values: the product of both low parts is left out.
+__device__ inline void multiply_floats(float (&c)[4], const Tf32Parts<4>& a, const Tf32Parts<2>& b) {
+  multiply_tf32(c, a.low, b.high);
+  multiply_tf32(c, a.high, b.low);
+  multiply_tf32(c, a.high, b.high);
 }
 
 }  // namespace gnnc

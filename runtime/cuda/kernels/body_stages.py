@@ -202,7 +202,7 @@ def layout_of(
         weights_at.append(weight_bytes if fits else -1)
         weight_bytes += stage.weight_bytes if fits else 0
     narrow = 4 * width * values if width <= _NARROW else 0
-    operand = _up(max(narrow, *(stage.operand_bytes for stage in stages)), 16)
+    operand = _up(max([narrow, *(stage.operand_bytes for stage in stages)]), 16)
     warp_bytes = TILE * (_EDGE_BYTES + 4 * pitch + operand)
     for warps in range(_MOST_WARPS, 0, -1):
         nbytes = weight_bytes + warps * warp_bytes

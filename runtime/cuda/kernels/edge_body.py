@@ -18,6 +18,15 @@ from torch.fx import Node
 from gnnc.ir.body import EDGES, body_inputs, body_values, parse_body
 from gnnc.ir.nodes import argument, arguments, first_operand, unpack
 from gnnc.runtime.cuda.kernels.body_forms import decomposed
+from gnnc.runtime.cuda.kernels.body_ops import (
+    BINARY,
+    GRADIENTS,
+    OF_RESULT,
+    PLAIN_OPTIONS,
+    POWERS,
+    SECOND,
+    UNARY,
+)
 from gnnc.runtime.cuda.kernels.body_places import Place, between, broadcast, flat, number_of, places
 from gnnc.runtime.cuda.kernels.body_stages import (
     AT,
@@ -44,66 +53,6 @@ from gnnc.runtime.cuda.kernels.body_values import (
 from gnnc.runtime.cuda.kernels.epilogue import TYPES
 from gnnc.runtime.row_program.build import Refusal
 
-_UNARY = {
-    "relu": "({0} < 0.0f ? 0.0f : {0})",
-    "sigmoid": "__fdividef(1.0f, 1.0f + expf(-{0}))",
-    "tanh": "tanhf({0})",
-    "exp": "expf({0})",
-    "log": "logf({0})",
-    "neg": "(-{0})",
-    "abs": "fabsf({0})",
-    "sqrt": "sqrtf({0})",
-    "rsqrt": "(1.0f / sqrtf({0}))",
-    "reciprocal": "(1.0f / {0})",
-    "square": "({0} * {0})",
-    "silu": "__fdividef({0}, 1.0f + expf(-{0}))",
-    "sin": "sinf({0})",
-    "cos": "cosf({0})",
-    "floor": "floorf({0})",
-    "sign": "(({0} > 0.0f) - ({0} < 0.0f))",
-    "logical_not": "({0} == 0.0f ? 1.0f : 0.0f)",
-    "clone": "{0}",
-    "alias": "{0}",
-    "detach": "{0}",
-}
-_BINARY = {
-    "add": "({0} + {1})",
-    "sub": "({0} - {1})",
-    "rsub": "({1} - {0})",
-    "mul": "({0} * {1})",
-    "div": "({0} / {1})",
-    "maximum": "step::larger({0}, {1})",
-    "minimum": "step::smaller({0}, {1})",
-    "eq": "({0} == {1} ? 1.0f : 0.0f)",
-    "ne": "({0} != {1} ? 1.0f : 0.0f)",
-    "gt": "({0} > {1} ? 1.0f : 0.0f)",
-    "ge": "({0} >= {1} ? 1.0f : 0.0f)",
-    "lt": "({0} < {1} ? 1.0f : 0.0f)",
-    "le": "({0} <= {1} ? 1.0f : 0.0f)",
-    "pow": "powf({0}, {1})",
-    "clamp_min": "step::larger({0}, {1})",
-    "clamp_max": "step::smaller({0}, {1})",
-    "logical_and": "({0} != 0.0f && {1} != 0.0f ? 1.0f : 0.0f)",
-    "logical_or": "({0} != 0.0f || {1} != 0.0f ? 1.0f : 0.0f)",
-}
-_SECOND = {"pow": "exponent", "clamp_min": "min", "clamp_max": "max"}
-"""Schema name of the second operand of a binary op, where it is not ``other``."""
-_POWERS = {2.0: "({0} * {0})", 0.5: "sqrtf({0})", -0.5: "(1.0f / sqrtf({0}))", -1.0: "(1.0f / {0})"}
-_GRADIENTS = {
-    "threshold_backward": ("self", "({x} <= {threshold} ? 0.0f : {grad})"),
-    "leaky_relu_backward": ("self", "({x} > 0.0f ? {grad} : {grad} * {negative_slope})"),
-    "sigmoid_backward": ("output", "({grad} * ((1.0f - {x}) * {x}))"),
-    "tanh_backward": ("output", "({grad} * (1.0f - {x} * {x}))"),
-    "silu_backward": ("self", "({grad} * {sigmoid} * (1.0f + {x} * (1.0f - {sigmoid})))"),
-    "softplus_backward": ("self", "({x} > {threshold} ? {grad} : {grad} * {sigmoid})"),
-    "gelu_backward": ("self", "({grad} * ({normal} + {x} * 0.39894228040143268f * expf(-0.5f * {x} * {x})))"),
-    "elu_backward": ("self_or_result", "({x} > 0.0f ? {grad} : {grad} * {alpha} * expf({x}))"),
-}
-"""Gradients of activations: the schema name of their second operand, and the text."""
-_OF_RESULT = {"elu_backward": "({x} > 0.0f ? {grad} : {grad} * ({x} + {alpha}))"}
-"""Text of the gradients that read the activation's result in place of its operand."""
-_PLAIN_OPTIONS = {"beta": 1, "scale": 1, "input_scale": 1, "approximate": "none"}
-"""Options of activations that a body has one value of."""
 _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten")
 
 
@@ -137,6 +86,19 @@ class Functor:
     block: Block | None
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Value of a body that lies in shared memory, one row an edge.
+
+    Attributes:
+        columns: columns of the value.
+        place: C++ constant of the functor that holds the first word of the value in an edge's row.
+    """
+
+    columns: int
+    place: str
+
+
 def write_body(text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> Functor:
     """Return a body as a functor.
 
@@ -149,6 +111,22 @@ def write_body(text: str, operands: dict[str, torch.Tensor], strides: dict[str, 
         Refusal: the body has an op, or an operand, that a single thread cannot compute.
     """
     return BodyWriter(text, operands, strides).write()
+
+
+def write_sides(
+    text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]
+) -> tuple[Functor, tuple[Side, ...]]:
+    """Return a body as a functor that leaves its values in shared memory, and where they lie.
+
+    Args:
+        text: the body.
+        operands: fake tensors of the operands, by name.
+        strides: elements from one row to the next, of operands other than constants.
+
+    Raises:
+        Refusal: as in ``write_body``, or there is no room.
+    """
+    return BodyWriter(text, operands, strides).write_sides()
 
 
 class BodyWriter:
@@ -167,9 +145,7 @@ class BodyWriter:
 
     def write(self) -> Functor:
         """Return the body as a functor."""
-        for name in self.names:
-            if self.operands[name].dtype not in TYPES:
-                raise Refusal(f"an operand of the body is {self.operands[name].dtype}")
+        self._check_operands()
         results = body_values(self.module.graph)
         scope, widths = Scope(), set()
         for number, result in enumerate(results):
@@ -183,6 +159,43 @@ class BodyWriter:
             rows = list(self.rows.values())
             layout = layout_of(list(self.stages.values()), self.reads, width, len(results), rows)
         return Functor(self._struct(scope, layout), self.names, width, layout and layout.block)
+
+    def write_sides(self) -> tuple[Functor, tuple[Side, ...]]:
+        """Return the body as a functor that leaves its values in shared memory, and where they lie."""
+        self._check_operands()
+        self.rows = self._fetched()
+        values = [self._unshaped(value) for value in body_values(self.module.graph)]
+        self.long |= {value for value in values if not self._lies_in_shared_memory(value)}
+        sides = tuple(Side(prod(self._edge_shape(value)), self._side(value)) for value in values)
+        rows = list(self.rows.values())
+        layout = layout_of(list(self.stages.values()), self.reads, 0, 0, rows)
+        return Functor(self._struct(Scope(), layout), self.names, 0, layout.block), sides
+
+    def _unshaped(self, value: Node) -> Node:
+        """Return the value whose elements another has in the same order, in another shape."""
+        while str(value.target).removeprefix("aten.").partition(".")[0] in _RESHAPES:
+            self._edge_shape(value)
+            value = first_operand(value)
+        return value
+
+    def _lies_in_shared_memory(self, value: Node) -> bool:
+        """Return whether a value is a copied row of FP32, or the result of a product."""
+        if value.op == "placeholder":
+            name = str(value.target)
+            return name in self.rows and self.operands[name].dtype == torch.float32
+        return is_product(value, self.shapes)
+
+    def _side(self, value: Node) -> str:
+        """Return the place of a value in shared memory."""
+        self.value(value, ("edge", *places("column", self._edge_shape(value))), Scope())
+        if value not in self.stages:
+            return row_of(str(value.target))
+        return place_of(list(self.stages).index(value))
+
+    def _check_operands(self) -> None:
+        for name in self.names:
+            if self.operands[name].dtype not in TYPES:
+                raise Refusal(f"an operand of the body is {self.operands[name].dtype}")
 
     def _struct(self, scope: Scope, layout: Layout | None) -> str:
         """Return the members, the stages, and the call operator with the statements of a scope."""
@@ -228,14 +241,16 @@ class BodyWriter:
         return name
 
     def _text(self, node: Node, place: Place, scope: Scope) -> str:
-        if node.op == "placeholder":
+        if node.op == "placeholder" and node not in self.long:
             return self._load(str(node.target), place)
         if node in self.long or (is_sum(node, self.shapes) and self._is_of_edges(node)):
             return self._staged(node, place)
         return self._computed(node, place, scope)
 
     def _computed(self, node: Node, place: Place, scope: Scope) -> str:
-        """Return an element of an op's result, computed from elements of its operands."""
+        """Return an element of an operand, or of an op's result, computed from elements of its operands."""
+        if node.op == "placeholder":
+            return self._load(str(node.target), place)
         target = str(node.target)
         if target == "gnnc.gemm.default":
             return self._linear(node, place, scope)
@@ -247,11 +262,11 @@ class BodyWriter:
         special = _SPECIAL.get(name)
         if special is not None:
             return special(self, node, place, scope)
-        if name in _UNARY:
-            return _UNARY[name].format(self._operand(node, "self", place, scope))
-        if name in _BINARY:
+        if name in UNARY:
+            return UNARY[name].format(self._operand(node, "self", place, scope))
+        if name in BINARY:
             return self._binary(name, node, place, scope)
-        if name in _GRADIENTS:
+        if name in GRADIENTS:
             return self._gradient(name, node, place, scope)
         raise Refusal(f"the body calls {target}")
 
@@ -274,7 +289,7 @@ class BodyWriter:
         return self.value(value, broadcast(place, self.shapes[value]), scope)
 
     def _binary(self, name: str, node: Node, place: Place, scope: Scope) -> str:
-        second = _SECOND.get(name, "other")
+        second = SECOND.get(name, "other")
         left, right = (self._operand(node, operand, place, scope) for operand in ("self", second))
         alpha = argument(node, "alpha", 1)
         if argument(node, "rounding_mode", None) is not None:
@@ -283,14 +298,14 @@ class BodyWriter:
             right = f"({number_of(alpha)} * {right})"
         if name == "rsub" and alpha != 1:
             left = f"({number_of(alpha)} * {left})"
-        if name == "pow" and argument(node, second) in _POWERS:
-            return _POWERS[argument(node, second)].format(left)
-        return _BINARY[name].format(left, right)
+        if name == "pow" and argument(node, second) in POWERS:
+            return POWERS[argument(node, second)].format(left)
+        return BINARY[name].format(left, right)
 
     def _gradient(self, name: str, node: Node, place: Place, scope: Scope) -> str:
-        second, text = _GRADIENTS[name]
+        second, text = GRADIENTS[name]
         given = arguments(node)
-        if any(given.get(option, plain) != plain for option, plain in _PLAIN_OPTIONS.items()):
+        if any(given.get(option, plain) != plain for option, plain in PLAIN_OPTIONS.items()):
             raise Refusal(f"the body has a {name} with options")
         grad, x = (self._operand(node, operand, place, scope) for operand in ("grad_output", second))
         numbers = {key: number_of(value) for key, value in given.items() if isinstance(value, int | float)}
@@ -298,7 +313,7 @@ class BodyWriter:
             f"(1.0f / (1.0f + expf(-{x})))",
             f"(0.5f * (1.0f + erff({x} * 0.70710678118654752f)))",
         )
-        text = _OF_RESULT.get(name, text) if given.get("is_result") else text
+        text = OF_RESULT.get(name, text) if given.get("is_result") else text
         return text.format(**numbers, grad=grad, x=x, sigmoid=sigmoid, normal=normal)
 
     def _reshaped(self, node: Node, place: Place) -> Place:

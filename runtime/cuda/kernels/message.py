@@ -10,7 +10,7 @@ from torch.fx import Node
 from gnnc.ir.body import body_operands
 from gnnc.ir.format import EDGE_LIST, RUN_TABLE, Format
 from gnnc.ir.message import reductions
-from gnnc.ir.nodes import argument, as_node, operand, shape_of, unpack
+from gnnc.ir.nodes import argument, as_node, operand, unpack
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer
 from gnnc.runtime.cuda.formats.tables import (
     destinations,
@@ -19,7 +19,7 @@ from gnnc.runtime.cuda.formats.tables import (
     write_staging,
 )
 from gnnc.runtime.cuda.kernels.body_stages import TILE, Block
-from gnnc.runtime.cuda.kernels.edge_body import Functor, write_body
+from gnnc.runtime.cuda.kernels.edge_body import Functor, Side, write_body, write_sides
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
 from gnnc.runtime.registry import BYTES, Decline, kernel
@@ -133,16 +133,30 @@ def body_plan(node: Node, body: str | None = None) -> Plan:
         node: the op.
         body: text of the body on the op's operands; that of the op by default.
     """
+    plan = unchecked_plan(node, body or argument(node, "body"))
+    _check_states(plan, write_body(plan.body, *plain_operands(plan, node)))
+    return plan
+
+
+def unchecked_plan(node: Node, body: str) -> Plan:
+    """Return the plan of a body on the operands of an op whose result and widths kernels of bodies take."""
     if node.meta["val"].dtype != torch.float32:
         raise Refusal(f"the result is {node.meta['val'].dtype}")
     operands = body_operands(node)
     for value in operands.values():
         fixed_width(value)
     positions = tuple((name, node.all_input_nodes.index(value)) for name, value in operands.items())
-    plan = Plan(body or argument(node, "body"), argument(node, "reduce", None), positions)
-    strides = {name: prod(shape_of(value)[1:]) for name, value in operands.items()}
-    _check_states(plan, _functor(plan, node, strides))
-    return plan
+    return Plan(body, argument(node, "reduce", None), positions)
+
+
+def plain_operands(plan: Plan, node: Node) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Return the fake tensors of a body's operands, and the strides of their rows where these are dense."""
+    values = _operands(plan, node)
+    return values, {name: prod(map(int, value.shape[1:])) for name, value in values.items()}
+
+
+def _operands(plan: Plan, node: Node) -> dict[str, torch.Tensor]:
+    return {name: node.all_input_nodes[index].meta["val"] for name, index in plan.operands}
 
 
 def _check_states(plan: Plan, functor: Functor) -> None:
@@ -156,11 +170,6 @@ def _check_states(plan: Plan, functor: Functor) -> None:
 def _words(reduce: str) -> int:
     """Return the words of the state of a reduction: ``gnnc::Reduction::kWords``."""
     return 3 if reduce == "softmax" else 1
-
-
-def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Functor:
-    values = {name: node.all_input_nodes[index].meta["val"] for name, index in plan.operands}
-    return write_body(plan.body, values, strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +191,28 @@ class Body:
 
 def write_functor(plan: Plan, node: Node, emitter: CudaEmitter) -> Body:
     """Return the body of an op as a struct of the program's kernels."""
-    tensors, strides = {}, {}
+    tensors, strides = operand_matrices(plan, node, emitter)
+    return body_of(write_body(plan.body, _operands(plan, node), strides), tensors, emitter)
+
+
+def write_side_functor(plan: Plan, node: Node, emitter: CudaEmitter) -> tuple[Body, tuple[Side, ...]]:
+    """Return a body that leaves its values in shared memory as a struct, and where they lie."""
+    tensors, strides = operand_matrices(plan, node, emitter)
+    functor, sides = write_sides(plan.body, _operands(plan, node), strides)
+    return body_of(functor, tensors, emitter), sides
+
+
+def operand_matrices(plan: Plan, node: Node, emitter: CudaEmitter) -> tuple[dict[str, Expr], dict[str, int]]:
+    """Return the tensors of a body's operands in the program, and the strides of their rows."""
+    tensors: dict[str, Expr] = {}
+    strides: dict[str, int] = {}
     for name, index in plan.operands:
         value = node.all_input_nodes[index]
         if name[0] == "c":
             tensors[name], strides[name] = emitter.vector(value), 1
         else:
             tensors[name], strides[name] = emitter.matrix(value), emitter.row_stride(value)
-    return body_of(_functor(plan, node, strides), tensors, emitter)
+    return tensors, strides
 
 
 def body_of(functor: Functor, tensors: Mapping[str, Expr], emitter: CudaEmitter) -> Body:
@@ -236,10 +259,10 @@ def write_edge_map(emitter: CudaEmitter, body: Body, rows: Expr, columns: Expr, 
         emitter.launch(f"gnnc::edge_map<{body.width}, {body.name}>", grid, values)
         return
     grid = expr("min({}, {})", blocks(edges, body.block.warps * TILE), _MOST_BLOCKS)
-    _launch_tiles(f"gnnc::edge_map_tiles<{body.width}, {body.name}>", grid, values, body, emitter)
+    launch_tiles(f"gnnc::edge_map_tiles<{body.width}, {body.name}>", grid, values, body, emitter)
 
 
-def _launch_tiles(
+def launch_tiles(
     kernel: str, grid: Expr, values: Sequence[Argument], body: Body, emitter: CudaEmitter
 ) -> None:
     """Write the launch of a kernel that runs the stages of a body."""
@@ -280,7 +303,7 @@ def write_message(
         emitter.kernel_set.expect(kernel, "MessageArgs", count_of(values))
         most = expr("{} * {}.blocks", max(1, min(4, _MULTIPROCESSOR_BYTES // body.block.nbytes)), runs)
         grid = expr("min({}, {})", blocks(count, body.block.warps), most)
-        _launch_tiles(kernel, grid, [*values, *body.pointers], body, emitter)
+        launch_tiles(kernel, grid, [*values, *body.pointers], body, emitter)
         return
     lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= body.width or lanes == 32)
     kernel = f"gnnc::message<{body.width}, {stride}, {lanes}, gnnc::Reductions<{joins}>, {body.name}>"

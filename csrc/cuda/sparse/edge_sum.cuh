@@ -1,0 +1,188 @@
+#pragma once
+
+// edge_sum_values and edge_sum_products: sums over all edges of the values of a body, or of the products a^T b of two
+// of its values (the sides), which are the gradients of biases and weights inside of it. Nothing is stored for an edge.
+//
+// Layout: the sides are rows in the shared memory of a tile (edge_stages.cuh): the edges of a tile are the terms of a
+// product on the tensor cores, whose fragments threads read from different banks, as kPitch is an odd multiple of 8.
+// FP32 values are multiplied as two TF32 values each. The warps of a block lie on the fragments of the product as a
+// grid of kDown by kAcross. Where that is one warp, every warp adds up the products of its own edges. Otherwise all
+// warps take the edges of all of them: the sums of a large product are spread over the registers of a block. Traffic:
+// what the body reads, once; 4 B an element of the result out, for every block or warp, which sum_parts adds up in a
+// fixed order: no atomics, the same bits in every call. Floor: what the body reads, at copy bandwidth, or its products;
+// six words of shared memory a fragment and 8 edges, fewer where a warp has several fragments.
+//
+// Launch: any number of blocks of Body::kWarps warps and EdgeTile<Body>::kBytes of dynamic shared memory. The part
+// buffer holds a result for every block, or for every warp where these sum apart.
+
+#include "common/tensor_cores.cuh"
+#include "sparse/edge.cuh"
+
+namespace gnnc {
+
+struct EdgeSumArgs {
+  const int32_t* rows;  // [E], destination of every edge
+  const int32_t* col;   // [E]
+  float* part;          // [parts, width]
+  int64_t edges;
+};
+
+// Calls visit(count) for every tile of a warp with its number of edges, which may be 0: the warps of a block make
+// the same number of calls.
+template <class Body, class Visit>
+__device__ __forceinline__ void each_tile(const EdgeSumArgs& args, EdgeTile<Body>& tile, const Visit& visit) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int64_t apart = static_cast<int64_t>(gridDim.x) * Body::kWarps * kTile;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * Body::kWarps * kTile;
+  const int64_t own = static_cast<int64_t>(threadIdx.x / 32) * kTile;
+  if (begin >= args.edges) return;
+  const auto edge_of = [&](int64_t first) { return min(first + own + lane % kTile, args.edges - 1); };
+  int32_t row = args.rows[edge_of(begin)], source = args.col[edge_of(begin)];
+#pragma unroll 1
+  for (int64_t first = begin; first < args.edges; first += apart) {
+    __syncwarp();  // the edges of the last tile have been read
+    if (lane < kTile) note_edge(tile.edges, lane, edge_of(first), row, source);
+    tile.fetch();
+    row = args.rows[edge_of(first + apart)];
+    source = args.col[edge_of(first + apart)];
+    tile.compute();
+    const int64_t left = args.edges - first - own;
+    visit(static_cast<int>(left < 0 ? 0 : left < kTile ? left : kTile));
+  }
+}
+
+// Returns the threads of a warp that lie side by side along the columns.
+__host__ __device__ constexpr int lanes_of(int width) {
+  int lanes = 1;
+  while (lanes < width && lanes < 32) lanes *= 2;
+  return lanes;
+}
+
+template <int kWidth, class Body>
+__global__ void __launch_bounds__(256, 2) edge_sum_values(EdgeSumArgs args, Body body) {
+  begin_kernel();
+  extern __shared__ int4 memory[];
+  EdgeTile<Body> tile(body, memory);
+  constexpr int kLanes = lanes_of(kWidth), kGroups = 32 / kLanes, kEach = (kWidth + kLanes - 1) / kLanes;
+  const int lane = static_cast<int>(threadIdx.x % 32), group = lane / kLanes;
+  float total[kEach] = {};
+  each_tile(args, tile, [&](int count) {
+#pragma unroll
+    for (int t = 0; t < kEach; ++t) {
+      const int column = lane % kLanes + kLanes * t;
+      if (column >= kWidth) continue;
+      float run = 0.0f;
+#pragma unroll 4
+      for (int e = group; e < count; e += kGroups) {
+        float value[1];
+        tile.values(e, column, value);
+        run += value[0];
+      }
+      total[t] += run;
+    }
+  });
+  const int64_t part = static_cast<int64_t>(blockIdx.x) * Body::kWarps + threadIdx.x / 32;
+#pragma unroll
+  for (int t = 0; t < kEach; ++t) {
+#pragma unroll
+    for (int apart = kLanes; apart < 32; apart *= 2) total[t] += __shfl_xor_sync(0xffffffffu, total[t], apart);
+    const int column = lane % kLanes + kLanes * t;
+    if (group == 0 && column < kWidth) args.part[part * kWidth + column] = total[t];
+  }
+}
+
+// The sums of a warp of a product of kA by kB columns, whose sides lie at the words kAtA and kAtB of an edge's row.
+template <int kA, int kB, int kAtA, int kAtB, int kPitch, int kDown, int kAcross>
+struct ProductSums {
+  static constexpr int kFragmentsDown = ((kA + 15) / 16 + kDown - 1) / kDown;
+  static constexpr int kFragmentsAcross = ((kB + 7) / 8 + kAcross - 1) / kAcross;
+  float sum[kFragmentsDown][kFragmentsAcross][4];
+  int down, across;  // first row and column of this warp's fragments
+
+  __device__ __forceinline__ ProductSums() : sum{} {
+    const int warp = static_cast<int>(threadIdx.x / 32) % (kDown * kAcross);
+    down = warp / kAcross * kFragmentsDown * 16, across = warp % kAcross * kFragmentsAcross * 8;
+  }
+
+  // Clears the sides of the edges from `count` on. Called by the warp of the tile.
+  __device__ static void clear(float* results, int count) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x % 32); i < (kTile - count) * (kA + kB); i += 32) {
+      const int column = i % (kA + kB);
+      results[(count + i / (kA + kB)) * kPitch + (column < kA ? kAtA + column : kAtB + column - kA)] = 0.0f;
+    }
+  }
+
+  // Adds the products of the edges of a tile.
+  __device__ __forceinline__ void take(const float* results) {
+    const int lane = static_cast<int>(threadIdx.x % 32), group = lane / 4;
+    const auto a_of = [&](int m, int half) { return kAtA + min(down + 16 * m + group + 8 * half, kA - 1); };
+#pragma unroll(kFragmentsDown* kFragmentsAcross <= 8 ? 2 : 1)
+    for (int k = 0; k < kTile; k += 8) {
+      const float* const near = results + (k + lane % 4) * kPitch;
+      const float* const far = near + 4 * kPitch;
+      Tf32Parts<2> b[kFragmentsAcross];
+#pragma unroll
+      for (int n = 0; n < kFragmentsAcross; ++n) {
+        const int column = kAtB + min(across + 8 * n + group, kB - 1);
+        b[n].set(0, near[column]);
+        b[n].set(1, far[column]);
+      }
+#pragma unroll
+      for (int m = 0; m < kFragmentsDown; ++m) {
+        Tf32Parts<4> a;
+        a.set(0, near[a_of(m, 0)]);
+        a.set(1, near[a_of(m, 1)]);
+        a.set(2, far[a_of(m, 0)]);
+        a.set(3, far[a_of(m, 1)]);
+#pragma unroll
+        for (int n = 0; n < kFragmentsAcross; ++n) multiply_floats(sum[m][n], a, b[n]);
+      }
+    }
+  }
+
+  // Stores the sums as part of a matrix [kA, kB].
+  __device__ __forceinline__ void store(float* matrix) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+    for (int m = 0; m < kFragmentsDown; ++m) {
+#pragma unroll
+      for (int n = 0; n < kFragmentsAcross; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = down + 16 * m + lane / 4 + i / 2 * 8, column = across + 8 * n + lane % 4 * 2 + i % 2;
+          if (row < kA && column < kB) matrix[row * kB + column] = sum[m][n][i];
+        }
+      }
+    }
+  }
+};
+
+template <int kA, int kB, int kAtA, int kAtB, int kDown, int kAcross, class Body>
+__global__ void __launch_bounds__(256, 2) edge_sum_products(EdgeSumArgs args, Body body) {
+  begin_kernel();
+  constexpr bool kAlone = kDown * kAcross == 1;
+  static_assert(kAlone || kDown * kAcross == Body::kWarps, "every warp has fragments of its own");
+  extern __shared__ int4 memory[];
+  EdgeTile<Body> tile(body, memory);
+  ProductSums<kA, kB, kAtA, kAtB, Body::kPitch, kDown, kAcross> sums;
+  const int own = static_cast<int>(threadIdx.x / 32);
+  each_tile(args, tile, [&](int count) {
+    sums.clear(tile.results, count);
+    if (kAlone) {
+      __syncwarp();
+      sums.take(tile.results);
+      return;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int warp = 0; warp < Body::kWarps; ++warp) {
+      sums.take(tile.results + (warp - own) * (EdgeTile<Body>::kWarpBytes / 4));
+    }
+    __syncthreads();
+  });
+  const int64_t part = kAlone ? static_cast<int64_t>(blockIdx.x) * Body::kWarps + own : blockIdx.x;
+  sums.store(args.part + part * (kA * kB));
+}
+
+}  // namespace gnnc

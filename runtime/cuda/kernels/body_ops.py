@@ -1,0 +1,62 @@
+"""C++ of the elementwise ops of a body: their texts, by the name of the ATen op."""
+
+UNARY = {
+    "relu": "({0} < 0.0f ? 0.0f : {0})",
+    "sigmoid": "__fdividef(1.0f, 1.0f + expf(-{0}))",
+    "tanh": "tanhf({0})",
+    "exp": "expf({0})",
+    "log": "logf({0})",
+    "neg": "(-{0})",
+    "abs": "fabsf({0})",
+    "sqrt": "sqrtf({0})",
+    "rsqrt": "(1.0f / sqrtf({0}))",
+    "reciprocal": "(1.0f / {0})",
+    "square": "({0} * {0})",
+    "silu": "__fdividef({0}, 1.0f + expf(-{0}))",
+    "sin": "sinf({0})",
+    "cos": "cosf({0})",
+    "floor": "floorf({0})",
+    "sign": "(({0} > 0.0f) - ({0} < 0.0f))",
+    "logical_not": "({0} == 0.0f ? 1.0f : 0.0f)",
+    "clone": "{0}",
+    "alias": "{0}",
+    "detach": "{0}",
+}
+BINARY = {
+    "add": "({0} + {1})",
+    "sub": "({0} - {1})",
+    "rsub": "({1} - {0})",
+    "mul": "({0} * {1})",
+    "div": "({0} / {1})",
+    "maximum": "step::larger({0}, {1})",
+    "minimum": "step::smaller({0}, {1})",
+    "eq": "({0} == {1} ? 1.0f : 0.0f)",
+    "ne": "({0} != {1} ? 1.0f : 0.0f)",
+    "gt": "({0} > {1} ? 1.0f : 0.0f)",
+    "ge": "({0} >= {1} ? 1.0f : 0.0f)",
+    "lt": "({0} < {1} ? 1.0f : 0.0f)",
+    "le": "({0} <= {1} ? 1.0f : 0.0f)",
+    "pow": "powf({0}, {1})",
+    "clamp_min": "step::larger({0}, {1})",
+    "clamp_max": "step::smaller({0}, {1})",
+    "logical_and": "({0} != 0.0f && {1} != 0.0f ? 1.0f : 0.0f)",
+    "logical_or": "({0} != 0.0f || {1} != 0.0f ? 1.0f : 0.0f)",
+}
+SECOND = {"pow": "exponent", "clamp_min": "min", "clamp_max": "max"}
+"""Schema name of the second operand of a binary op, where it is not ``other``."""
+POWERS = {2.0: "({0} * {0})", 0.5: "sqrtf({0})", -0.5: "(1.0f / sqrtf({0}))", -1.0: "(1.0f / {0})"}
+GRADIENTS = {
+    "threshold_backward": ("self", "({x} <= {threshold} ? 0.0f : {grad})"),
+    "leaky_relu_backward": ("self", "({x} > 0.0f ? {grad} : {grad} * {negative_slope})"),
+    "sigmoid_backward": ("output", "({grad} * ((1.0f - {x}) * {x}))"),
+    "tanh_backward": ("output", "({grad} * (1.0f - {x} * {x}))"),
+    "silu_backward": ("self", "({grad} * {sigmoid} * (1.0f + {x} * (1.0f - {sigmoid})))"),
+    "softplus_backward": ("self", "({x} > {threshold} ? {grad} : {grad} * {sigmoid})"),
+    "gelu_backward": ("self", "({grad} * ({normal} + {x} * 0.39894228040143268f * expf(-0.5f * {x} * {x})))"),
+    "elu_backward": ("self_or_result", "({x} > 0.0f ? {grad} : {grad} * {alpha} * expf({x}))"),
+}
+"""Gradients of activations: the schema name of their second operand, and the text."""
+OF_RESULT = {"elu_backward": "({x} > 0.0f ? {grad} : {grad} * ({x} + {alpha}))"}
+"""Text of the gradients that read the activation's result in place of its operand."""
+PLAIN_OPTIONS = {"beta": 1, "scale": 1, "input_scale": 1, "approximate": "none"}
+"""Options of activations that a body has one value of."""
