@@ -2,7 +2,8 @@
 
 A product of an edge value with a weight becomes that of their quantized values, or of their values of 16
 bits; everything else in a body stays FP32. The weight is quantized outside the body, once a call, with a
-scale for each row; the edge value inside of it, with a scale for each edge.
+scale for each row; the edge value inside of it, with a scale for each edge. Where the program is fp16,
+products with a gradient are bf16: nothing in a body brings gradients into the range of fp16.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.fx import Node
 
 from gnnc.ir.body import body_operands, body_shapes, body_text, parse_body, product_of, values_of
 from gnnc.ir.exact_reads import Reader, exact_in_body
-from gnnc.ir.nodes import argument, aten_name, first_operand, with_arguments
+from gnnc.ir.nodes import argument, aten_name, descendants, first_operand, with_arguments
 from gnnc.ir.op import has_body
 from gnnc.passes.quantization.number_formats import FLOAT_DTYPES
 from gnnc.precision import Precision
@@ -22,7 +23,7 @@ from gnnc.target import Target
 
 _NARROWEST = 8
 """Inner width from which a product gains: rounding an operand takes as long as a few columns of it."""
-_FP16 = Precision.parse("fp16")
+_FP16, _BF16 = Precision.parse("fp16"), Precision.parse("bf16")
 _TRANSPOSES = ("t.default", "transpose.int", "permute.default")
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
@@ -127,19 +128,38 @@ def multiply_low(build: Any) -> Node | None:
     if precision.is_quantized and build.gradients.nodes:
         build.note(f"stays FP32: products in bodies of a model that trains are not computed in {precision}")
         return None
-    if precision == _FP16 and node in build.gradients.nodes:
-        build.note("stays FP32: gradients in a body have no factor that brings them into the range of fp16")
-        return None
     found = products_of(node)
     reasons = _reasons(node, found)
-    body = _Body(build, precision)
-    for product, reason in zip(found, reasons, strict=True):
+    of_gradients = _of_gradients(node, build.gradients.nodes) if precision == _FP16 else set()
+    if _BF16.name not in build.ctx.target.body_products:
+        in_fp32 = "gradients in a body have no factor that brings them into the range of fp16"
+        reasons = [
+            in_fp32 if reason is None and product.x in of_gradients else reason
+            for product, reason in zip(found, reasons, strict=True)
+        ]
+    if None not in reasons:
+        build.note(f"stays FP32: {reasons[0]}")
+        return None
+    body = _Body(build)
+    formats = [_BF16 if product.x in of_gradients else precision for product in found]
+    for product, reason, narrow in zip(found, reasons, formats, strict=True):
         if reason is None:
-            body.multiply(product)
+            body.multiply(product, narrow)
     result = body.finish()
+    low = [str(narrow) for narrow, reason in zip(formats, reasons, strict=True) if reason is None]
+    counts = " and ".join(
+        f"{low.count(name)} of {len(found)} products of its body in {name}" for name in dict.fromkeys(low)
+    )
     rest = "".join(f"; one in FP32: {reason}" for reason in reasons if reason is not None)
-    build.ctx.note(result, f"{reasons.count(None)} of {len(found)} products of its body in {precision}{rest}")
+    build.ctx.note(result, counts + rest)
     return result
+
+
+def _of_gradients(node: Node, gradients: set[Node]) -> set[Node]:
+    """Return the values of a body that depend on gradients, for which fp16 lacks the range."""
+    operands = body_operands(node)
+    inner = parse_body(argument(node, "body")).graph.find_nodes(op="placeholder")
+    return descendants(p for p in inner if operands[str(p.target)] in gradients)
 
 
 @dataclass(slots=True)
@@ -148,21 +168,20 @@ class _Body:
 
     Attributes:
         build: builder of nodes before the op.
-        precision: number format of the operands of the products.
         graph: the copy.
         copies: its nodes, by those of ``parse_body``.
         const: the constant operands.
-        rows: the matrix of low precision of each edge value, and the scales of its rows, if any.
-        weights: the constant operands, by number and layout of the weight: low precision, and scales, if any.
+        rows: the matrix of each edge value in a precision, and the scales of its rows, if any.
+        weights: the constant operands, by number and layout of the weight and precision: low precision, and
+            scales, if any.
     """
 
     build: Any
-    precision: Precision
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[Node, Node] = field(default_factory=dict)
     const: list[Node] = field(init=False)
-    rows: dict[Node, tuple[Node, Node | None]] = field(default_factory=dict)
-    weights: dict[tuple[int, bool], tuple[Node, Node | None]] = field(default_factory=dict)
+    rows: dict[tuple[Node, Precision], tuple[Node, Node | None]] = field(default_factory=dict)
+    weights: dict[tuple[int, bool, Precision], tuple[Node, Node | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Copy the body."""
@@ -170,15 +189,15 @@ class _Body:
         self.graph.output(self.graph.graph_copy(body, self.copies))
         self.const = list(argument(self.build.node, "const"))
 
-    def multiply(self, product: BodyProduct) -> None:
+    def multiply(self, product: BodyProduct, precision: Precision) -> None:
         """Replace a product by one in low precision."""
         old = self.copies[product.node]
-        key = product.weight, product.is_kn
+        key = product.weight, product.is_kn, precision
         if key not in self.weights:
-            self.weights[key] = self._weight(product)
+            self.weights[key] = self._weight(product, precision)
         weight = self.weights[key]
         with self.graph.inserting_before(old):
-            new = self._product(self._rows(product), weight, product.is_kn)
+            new = self._product(self._rows(product, precision), weight, product.is_kn)
             if len(product.sizes) > 1:
                 new = self._call(aten.reshape.default, new, [-1, *product.sizes[:-1], self._outputs(product)])
             if product.bias is not None:
@@ -212,29 +231,29 @@ class _Body:
     def _outputs(self, product: BodyProduct) -> int:
         return self.const[product.weight].meta["val"].shape[1 if product.is_kn else 0]
 
-    def _rows(self, product: BodyProduct) -> tuple[Node, Node | None]:
+    def _rows(self, product: BodyProduct, precision: Precision) -> tuple[Node, Node | None]:
         x = self.copies[product.x]
-        if x not in self.rows:
+        if (x, precision) not in self.rows:
             flat = [-1, product.sizes[-1]]
             matrix = x if len(product.sizes) == 1 else self._call(aten.reshape.default, x, flat)
-            self.rows[x] = self._narrowed(matrix)
-        return self.rows[x]
+            self.rows[x, precision] = self._narrowed(matrix, precision)
+        return self.rows[x, precision]
 
-    def _narrowed(self, rows: Node) -> tuple[Node, Node | None]:
-        if not self.precision.is_quantized:
-            return self._call(aten._to_copy.default, rows, dtype=FLOAT_DTYPES[self.precision.name]), None
-        qtype = str(self.precision.activation_qtype("row"))
+    def _narrowed(self, rows: Node, precision: Precision) -> tuple[Node, Node | None]:
+        if not precision.is_quantized:
+            return self._call(aten._to_copy.default, rows, dtype=FLOAT_DTYPES[precision.name]), None
+        qtype = str(precision.activation_qtype("row"))
         scale = self._call(gnnc.scale.default, rows, qtype)
         return self._call(gnnc.quantize.default, rows, scale, qtype), scale
 
-    def _weight(self, product: BodyProduct) -> tuple[Node, Node | None]:
+    def _weight(self, product: BodyProduct, precision: Precision) -> tuple[Node, Node | None]:
         """Return the inputs of the body for a weight in low precision, and for the scales of its rows."""
         weight = self.const[product.weight]
-        if not self.precision.is_quantized:
-            narrow = self.build.aten("_to_copy", weight, dtype=FLOAT_DTYPES[self.precision.name])
+        if not precision.is_quantized:
+            narrow = self.build.aten("_to_copy", weight, dtype=FLOAT_DTYPES[precision.name])
             return self._constant(narrow), None
         rows = self.build.aten("t", weight) if product.is_kn else weight
-        qtype = str(self.precision.weight_qtype())
+        qtype = str(precision.weight_qtype())
         scale = self.build.op("scale", rows, qtype)
         return self._constant(self.build.op("quantize", rows, scale, qtype)), self._constant(scale)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
+from torch_geometric.nn import EdgeConv, GATConv, GCNConv, GINConv, SAGEConv
 from training_steps import EDGES, WIDTH, Net, X
 
 import gnnc
@@ -17,11 +17,18 @@ def gin() -> nn.Module:
     return GINConv(mlp, train_eps=True)
 
 
+def edge_network() -> nn.Module:
+    """Return a layer whose messages are those of a network of both ends."""
+    mlp = nn.Sequential(nn.Linear(2 * WIDTH, 16), nn.SiLU(), nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 4))
+    return EdgeConv(mlp, aggr="add")
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
     "gcn": lambda: GCNConv(WIDTH, 4),
     "gat": lambda: GATConv(WIDTH, 4, heads=2),
     "gin": gin,
+    "edge network": edge_network,
     "sage-max": lambda: SAGEConv(WIDTH, 4, aggr="max"),
 }
 

@@ -1,11 +1,14 @@
 """Products inside bodies: which are computed in low precision, which stay, and what they mean then."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gnn_graphs import Layers, arguments, relative_error, run_all
 
 from gnnc.ir.body import parse_body
 from gnnc.ir.nodes import argument
+from gnnc.ir.source import Source
 from gnnc.passes.assign import Assign
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import BF16, FP32, INT8, Precision
@@ -111,6 +114,37 @@ def test_integers_without_a_kernel_in_bodies_become_fp16():
     _, gm, notes = ran("mlp", INT8, TENSOR_CORES)
     assert "gnnc.gemm.default" in calls(gm)
     assert "2 of 2 products of its body in fp16" in notes
+
+
+def ran_in_training(target):
+    """Return the message of a program in fp16 whose rows of nodes are a gradient, and the notes."""
+    gm = graph_of(NARROW, (16,), ((24, 32), (24, 16)))
+    rows = argument(message(gm), "src")[0]
+    rows.meta["source"] = Source("tangent", "x")
+    after, ctx = run_all(gm, (Assign(), Quantize()), precision=FP16, target=target)
+    return message(after), [note.text for note in ctx.notes]
+
+
+def test_products_with_gradients_are_bf16_where_others_are_fp16():
+    node, notes = ran_in_training(TENSOR_CORES)
+    converted = [
+        (str(inner.args[0]), argument(inner, "dtype"))
+        for inner in parse_body(argument(node, "body")).graph.find_nodes(
+            op="call_function", target=aten._to_copy.default
+        )
+    ]
+    assert sorted(converted) == [("e0", torch.float16), ("j0", torch.bfloat16)]
+    assert {value.meta["val"].dtype for value in argument(node, "const")} == {torch.float16, torch.bfloat16}
+    assert "1 of 2 products of its body in bf16 and 1 of 2 products of its body in fp16" in notes
+
+
+def test_products_with_gradients_stay_where_no_kernel_multiplies_in_bf16():
+    only_fp16 = replace(TENSOR_CORES, body_products=frozenset({"fp16"}))
+    node, notes = ran_in_training(only_fp16)
+    assert [str(inner.target) for inner in parse_body(argument(node, "body")).graph.nodes].count(
+        "aten.linear.default"
+    ) == 1
+    assert any("1 of 2 products of its body in fp16; one in FP32: gradients in a body" in n for n in notes)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gate", "heads", "narrow"])
