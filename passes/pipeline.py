@@ -5,6 +5,7 @@ from gnnc.passes.base import Pass
 from gnnc.passes.cache import Cache
 from gnnc.passes.exact_values import ExactValues
 from gnnc.passes.fuse import Fuse
+from gnnc.passes.gradient_sums import GradientSums
 from gnnc.passes.hoist import Hoist
 from gnnc.passes.int32_columns import Int32Columns
 from gnnc.passes.join_bodies import JoinBodies
@@ -27,6 +28,7 @@ PIPELINE: tuple[Pass, ...] = (
     Hoist(),  # computations on the graph alone leave: they run once a graph
     Reorder(),  # linear before or after aggregation; separable weights leave the sparse kernel
     Joint(),  # gradients, where they are wanted; what they need of the graph alone leaves, too
+    GradientSums(),  # gradients that are only added up are added edge by edge
     SelfLoops(),  # a sort drops and adds self loops by itself
     Int32Columns(),  # orders that kernels read as int32 are converted once a graph
     ExactValues(),  # what comparisons, selections and cosines read is not rounded
