@@ -69,10 +69,13 @@ def _lower_fused(gm: fx.GraphModule, node: Node, lowering: Lowering, ctx: Contex
 
 def _compute_alike(parts: Parts, lowering: Lowering, ctx: Context) -> None:
     """Run the bodies of an extremum and of its comparisons in kernels that compute the same bits."""
-    pairs = [sides for pair in compared_extrema(parts) for sides in (pair, pair[::-1])]
     apart = True
     while apart:
+        pairs = [sides for pair in compared_extrema(parts) for sides in (pair, pair[::-1])]
         apart = any([_moved_to(node, other, lowering, ctx) for node, other in pairs])
+        if not apart and (joint := next((node for node, other in pairs if _is_joint(node, other)), None)):
+            _take_apart(joint, lowering, ctx)
+            apart = True
 
 
 def _moved_to(node: Node, other: Node, lowering: Lowering, ctx: Context) -> bool:
@@ -87,6 +90,21 @@ def _moved_to(node: Node, other: Node, lowering: Lowering, ctx: Context) -> bool
     reason = f"no kernel takes {other.name} likewise, and their values are compared bit by bit"
     ctx.note(node, f"kernel {present.kernel.name} is not used: {reason}", "declined")
     return True
+
+
+def _is_joint(node: Node, other: Node) -> bool:
+    """Return whether several bodies run in a kernel that computes other bits than that of another node."""
+    present, wanted = (each.meta["choice"].kernel.arithmetic for each in (node, other))
+    return node.op == "call_module" and present != wanted
+
+
+def _take_apart(call: Node, lowering: Lowering, ctx: Context) -> None:
+    """Run the ops of a submodule in kernels of their own."""
+    ctx.note(call, "taken apart: a maximum is compared with values that another kernel computes", "declined")
+    gm = call.graph.owning_module
+    assert gm is not None
+    inline(gm, call)
+    _lower(gm, lowering, ctx)
 
 
 def _lower_structure(structure: fx.GraphModule, lowering: Lowering, ctx: Context) -> None:

@@ -97,6 +97,7 @@ class JointEdgeBlocks:
         """Join the bodies; refuse what the kernel of a single body refuses."""
         inner = Inner(node)
         bodies, joint, operands = _join(inner)
+        _check_arithmetic(bodies)
         blocks = plan_body(joint.body, joint.parts, inner.results, operands)
         _check_gain(bodies, joint.body, operands)
         return JointBlocks(joint, blocks)
@@ -113,7 +114,6 @@ def _join(inner: Inner) -> tuple[list[Node], Joint, dict[str, Node]]:
     bodies = inner.some(*_BODIES)
     if len(inner.results) != len(bodies):
         raise Refusal("holds a body that nothing reads")
-    _check_arithmetic(bodies)
     edges, joint = _edges(bodies), JointBody()
     parts: list[Part] = []
     values: list[Node] = []

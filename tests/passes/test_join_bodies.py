@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch_geometric.utils import scatter
 
 import gnnc
+from gnnc.runtime import registry
 
 NODES, WIDTH, FEATURES = 60, 64, 5
 
@@ -46,6 +48,14 @@ class Equivariant(nn.Module):
         message = self.mlp(torch.cat([x[dst], x[src], way.square().sum(1, keepdim=True)], 1))
         moved = scatter(way * self.move(message), dst, 0, x.shape[0], "mean")
         return scatter(message, dst, 0, x.shape[0], self.reduce), pos + moved
+
+
+class OneMaximum(EdgeStates):
+    """Maximum of one edge MLP, and nothing else."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, attr: Tensor) -> tuple[Tensor, ...]:
+        src, dst = edge_index
+        return (scatter(self.mlp(torch.cat([x[dst], x[src], attr], 1)), dst, 0, x.shape[0], "max"),)
 
 
 class Chain(nn.Module):
@@ -139,12 +149,36 @@ def test_bodies_that_tiles_have_no_steps_for_are_one_pass_in_blocks() -> None:
     assert "kernel joint_bodies declined: no step computes sin" in compiled.explain()
 
 
-def test_an_extremum_and_its_comparisons_stay_with_one_kernel() -> None:
+def _gradient_of_maximum(compiled: gnnc.CompiledModel, *given: Tensor) -> Tensor:
+    x = given[0].clone().requires_grad_()
+    compiled(x, *given[1:])[0].square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_an_extremum_and_its_comparisons_are_joined() -> None:
     model = Equivariant("max")
+    given = _arguments(model, _graph("hub"))
     compiled = gnnc.compile(model, precision="fp32")
-    x, edge_index, pos = _arguments(model, _graph("plain"))
-    compiled(x, edge_index, pos)[0].sum().backward()
-    assert _groups(compiled) == []
+    grad = _gradient_of_maximum(compiled, *given)
+    assert "joint_bodies" in _kernels(compiled) and max(_groups(compiled)) >= 5
+    wanted = _gradient_of_maximum(model, *given)  # type: ignore[arg-type]
+    torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_an_extremum_is_compared_with_values_of_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(entry: registry.Kernel) -> registry.Kernel:
+        return replace(entry, arithmetic="other") if entry.name == "joint_bodies" else entry
+
+    monkeypatch.setitem(registry._KERNELS, "cpu", list(map(other, registry.kernels("cpu"))))
+    model = OneMaximum()
+    given = _arguments(model, _graph("hub"))
+    compiled = gnnc.compile(model, precision="fp32")
+    grad = _gradient_of_maximum(compiled, *given)
+    assert "joint_bodies" not in _kernels(compiled)
+    assert "compared with values that another kernel computes" in compiled.explain()
+    wanted = _gradient_of_maximum(model, *given)  # type: ignore[arg-type]
+    torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_of_a_body_by_both_ends_and_over_all_edges_are_one_pass() -> None:
