@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.aten import TRANSCENDENTAL
+from gnnc.ir.body import parse_body, product_of
 from gnnc.ir.nodes import (
     argument,
     aten_name,
@@ -60,10 +61,18 @@ def _is_made_of_nodes(node: Node, counts: set[Any], memo: dict[Node, bool]) -> b
         return False
     if (dropout := dropout_of(node)) is not None:
         return is_made_of_nodes(first_operand(dropout), counts, memo)
-    if not (_is_along_edges(node) or is_pointwise(node) or is_view(node) or _is_reordered(node, counts)):
+    if _holds_product(node) or not (
+        _is_along_edges(node) or is_pointwise(node) or is_view(node) or _is_reordered(node, counts)
+    ):
         return False
     along = [arg for arg in node.all_input_nodes if holds_tensor(arg) and _rows(arg) in counts]
     return all(arg.op == "placeholder" or is_made_of_nodes(arg, counts, memo) for arg in along)
+
+
+def _holds_product(node: Node) -> bool:
+    """Return whether a body has products with a weight: its values take longer to compute than to move."""
+    body = argument(node, "body", None) if op_of(node) is not None else None
+    return body is not None and any(map(product_of, parse_body(body).graph.nodes))
 
 
 def _is_reordered(node: Node, counts: set[Any]) -> bool:
