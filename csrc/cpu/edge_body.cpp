@@ -309,8 +309,9 @@ class Program {
         const int64_t width = w.format == BodyFormat::f32 ? w.inputs : narrow_floats(w.format, w.inputs);
         const Register& from = read(in.a, width * in.d);
         STD_TORCH_CHECK(w.format == BodyFormat::f32 || !from.uniform, kOp, ": it multiplies no rows of edges");
-        STD_TORCH_CHECK(in.c < 0 || read(in.c, w.outputs).uniform, kOp, ": a bias differs from edge to edge");
-        STD_TORCH_CHECK(written(in, {from.uniform}).width == w.outputs * in.d, kOp, ": widths differ");
+        const bool is_uniform = in.c < 0 || read(in.c, w.outputs).uniform;
+        STD_TORCH_CHECK(is_uniform || in.d == 1, kOp, ": several rows begin with one row an edge");
+        STD_TORCH_CHECK(written(in, {from.uniform, is_uniform}).width == w.outputs * in.d, kOp, ": widths differ");
         return;
       }
       case BodyOp::reduce:

@@ -94,8 +94,9 @@ enum class Reduction : int32_t { sum, mean, max, min, softmax };
 //   where          mask, two registers
 //   fold           register, values of a result, 0 for their sum and 1 for their maximum
 //   narrow         register, format, rows an edge, each of which is quantized or rounded by itself
-//   product        register (of a weight in low precision: one that `narrow` wrote), weight, bias (a register or -1),
-//                  rows an edge
+//   product        register (of a weight in low precision: one that `narrow` wrote), weight, summand (a register
+//                  or -1), rows an edge; a summand of each edge has one row,
+//                  and is added last; one of all edges is what the sum of FP32 products begins with
 //   reduce         two registers, kind, first column of the result
 //   keep, scatter  register: rows of edges, sums by source
 //   total          register

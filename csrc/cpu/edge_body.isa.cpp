@@ -234,15 +234,17 @@ void narrow(const Tile& t, const BodyStep& in, int64_t edges) {
 void multiply(const Tile& t, const BodyStep& in, int64_t edges) {
   const BodyWeight& w = t.args.weights[static_cast<size_t>(in.b)];
   const View to = t.view(in.to), x = t.view(in.a);
-  const float* bias = in.c < 0 ? nullptr : t.view(in.c).data;
+  const Rows none{nullptr, 0}, summand = in.c < 0 ? none : Rows{t.view(in.c).data, t.view(in.c).stride};
+  const bool is_bias = summand.stride == 0;
   for (int64_t h = 0; h < in.d; ++h) {
     if (w.format != BodyFormat::f32) {
       const float* rows = x.data + h * narrow_floats(w.format, w.inputs);
-      multiply_low({w, {rows, x.stride}, edges, bias, {to.data + h * w.outputs, to.stride}});
+      multiply_low({w, {rows, x.stride}, edges, summand, {to.data + h * w.outputs, to.stride}});
       continue;
     }
     const Factor a{x.data + h * w.inputs, x.stride, 1, edges}, b{values_of(w), padded_outputs(w), 1, w.inputs};
-    add_product(a, b, w.outputs, {bias, 0}, {to.data + h * w.outputs, to.stride});
+    const RowsOut out{to.data + h * w.outputs, to.stride};
+    add_product(a, b, w.outputs, is_bias ? summand : none, is_bias ? none : summand, out);
   }
 }
 
@@ -365,7 +367,7 @@ void add_outer(const Tile& t, const BodyStep& in) {
   const int64_t padded = (columns + kBodyPad - 1) / kBodyPad * kBodyPad;
   for (int64_t h = 0; h < in.c; ++h) {
     const Factor a{left.data + h * rows, 1, left.stride, rows}, b{right.data + h * columns, right.stride, 1, t.edges};
-    add_product(a, b, columns, {t.totals + in.to, padded}, {t.totals + in.to, padded});
+    add_product(a, b, columns, {t.totals + in.to, padded}, {nullptr, 0}, {t.totals + in.to, padded});
   }
 }
 

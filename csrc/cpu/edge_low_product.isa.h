@@ -7,7 +7,7 @@
 // vector whose first lane is the scale. A packed weight begins with two rows: the scales of its columns and, with VNNI,
 // the initial values of the sums, -128 times the sum of a column. Then come dwords, [steps, padded outputs]: 4 values
 // of consecutive k with VNNI, 2 with vdpbf16ps, else 1, as a float: products of bytes in floats are exact up to
-// kExactInputs. A result of int8 is float(sum) * scale of the row * scale of the column + bias, each rounded, as the
+// kExactInputs. A result of int8 is float(sum) * scale of the row * scale of the column + summand, each rounded, as the
 // ops of the quantized graph compute it.
 
 #include <algorithm>
@@ -135,7 +135,7 @@ struct LowProduct {
   const BodyWeight& w;
   Rows x;  // in low precision; the stride is in floats
   int64_t rows;
-  const float* bias;  // or null
+  Rows summand;  // data may be null
   RowsOut out;
 };
 
@@ -155,7 +155,8 @@ GNNC_INLINE void store_block(const LowProduct& p, int64_t row, int64_t c, N last
         value = sums[r][v];
       }
       if (scaled) value = value * scale * load(scales_of(p.w) + c + v * kLanes);
-      if (p.bias != nullptr) value = value + load(p.bias + c + v * kLanes);
+      if (p.summand.data != nullptr)
+        value = value + load(p.summand.data + (row + r) * p.summand.stride + c + v * kLanes);
       if constexpr (v + 1 == kVectors) {
         store(to + v * kLanes, value, last);
       } else {

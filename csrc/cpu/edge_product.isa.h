@@ -35,7 +35,7 @@ constexpr int kProductRows = 4, kProductVectors = 2;
 
 template <int kRows, int kVectors, typename N>
 GNNC_INLINE void product_block(const Factor& a, const Factor& b, int64_t row, int64_t c, N last, const Rows& start,
-                               const RowsOut& out) {
+                               const Rows& after, const RowsOut& out) {
   Floats acc[kRows][kVectors];
   each<kRows>([&](auto r) __attribute__((always_inline)) {
     each<kVectors>([&](auto v) __attribute__((always_inline)) {
@@ -53,6 +53,12 @@ GNNC_INLINE void product_block(const Factor& a, const Factor& b, int64_t row, in
       each<kVectors>([&](auto v) __attribute__((always_inline)) { acc[r][v] = fused(x, columns[v], acc[r][v]); });
     });
   }
+  if (after.data != nullptr) {
+    each<kRows>([&](auto r) __attribute__((always_inline)) {
+      const float* from = after.data + (row + r) * after.stride + c;
+      each<kVectors>([&](auto v) __attribute__((always_inline)) { acc[r][v] += load(from + v * kLanes); });
+    });
+  }
   each<kRows>([&](auto r) __attribute__((always_inline)) {
     float* to = out.data + (row + r) * out.stride + c;
     each<kVectors - 1>([&](auto v) __attribute__((always_inline)) { store(to + v * kLanes, acc[r][v]); });
@@ -61,23 +67,26 @@ GNNC_INLINE void product_block(const Factor& a, const Factor& b, int64_t row, in
 }
 
 template <int kVectors, typename N>
-void product_columns(const Factor& a, const Factor& b, int64_t c, N last, const Rows& start, const RowsOut& out) {
+void product_columns(const Factor& a, const Factor& b, int64_t c, N last, const Rows& start, const Rows& after,
+                     const RowsOut& out) {
   int64_t row = 0;
   for (; row + kProductRows <= a.count; row += kProductRows) {
-    product_block<kProductRows, kVectors>(a, b, row, c, last, start, out);
+    product_block<kProductRows, kVectors>(a, b, row, c, last, start, after, out);
   }
-  for (; row + 2 <= a.count; row += 2) product_block<2, kVectors>(a, b, row, c, last, start, out);
-  for (; row < a.count; ++row) product_block<1, kVectors>(a, b, row, c, last, start, out);
+  for (; row + 2 <= a.count; row += 2) product_block<2, kVectors>(a, b, row, c, last, start, after, out);
+  for (; row < a.count; ++row) product_block<1, kVectors>(a, b, row, c, last, start, after, out);
 }
 
-// Computes out = start + a b, `columns` wide; start may be null. The rows of b and of start are whole vectors.
-inline void add_product(const Factor& a, const Factor& b, int64_t columns, const Rows& start, const RowsOut& out) {
+// Computes out = (start + a b) + after, `columns` wide; start and after may be null. The rows of b, start and after are
+// whole vectors.
+inline void add_product(const Factor& a, const Factor& b, int64_t columns, const Rows& start, const Rows& after,
+                        const RowsOut& out) {
   int64_t c = 0;
   for (; c + kProductVectors * kLanes <= columns; c += kProductVectors * kLanes) {
-    product_columns<kProductVectors>(a, b, c, Whole{}, start, out);
+    product_columns<kProductVectors>(a, b, c, Whole{}, start, after, out);
   }
-  for (; c + kLanes <= columns; c += kLanes) product_columns<1>(a, b, c, Whole{}, start, out);
-  if (c < columns) product_columns<1>(a, b, c, Tail{static_cast<int>(columns - c)}, start, out);
+  for (; c + kLanes <= columns; c += kLanes) product_columns<1>(a, b, c, Whole{}, start, after, out);
+  if (c < columns) product_columns<1>(a, b, c, Tail{static_cast<int>(columns - c)}, start, after, out);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 The numbers of steps and kinds are those of `csrc/cpu/edge_body.h`; a test compares the two.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
@@ -130,6 +131,31 @@ class Steps:
         tables = {"registers": registers, "steps": steps, "runs": self.runs, "weights": self.weights}
         flat = {name: tuple(number for row in rows for number in row) for name, rows in tables.items()}
         return {**flat, "numbers": tuple(self.numbers), "places": tuple(self.places)}
+
+
+def add_in_products(steps: Sequence[Step], registers: Sequence[tuple[int, int]]) -> list[Step]:
+    """Return the steps with each product whose result is only added to a value in the place of that sum.
+
+    The value is added to the finished sum of the product, so that the result has the same bits.
+    """
+    made = {step[1]: step for step in steps if step[0] == BodyOp.PRODUCT}
+    reads = Counter(step[place] for step in steps for place in _READS[BodyOp(step[0])])
+    replaced: dict[Step, Step] = {}
+    for step in steps:
+        if step[0] != BodyOp.BINARY or step[4] != Binary.ADD:
+            continue
+        _, to, *sides, _, _ = step
+        for number, value in (sides, sides[::-1]):
+            product = made.get(number)
+            if product is None or product in replaced or registers[value][1] or registers[number][1]:
+                continue
+            _, _, rows, weight, bias, count = product
+            if bias == -1 and count == 1 and reads[number] == 1:
+                replaced[product] = step
+                replaced[step] = (int(BodyOp.PRODUCT), to, rows, weight, value, count)
+                break
+    dropped = {step for step in replaced if step[0] == BodyOp.PRODUCT}
+    return [replaced.get(step, step) for step in steps if step not in dropped]
 
 
 _READS: dict[BodyOp, tuple[int, ...]] = {

@@ -17,7 +17,15 @@ from torch.fx import Node, map_arg
 
 from gnnc.ir.body import EDGES, GROUPS, body_shapes, body_values, parse_body
 from gnnc.ir.nodes import aten_name, op_name
-from gnnc.runtime.cpu.edge_opcodes import Binary, BodyOp, Format, Reduction, Steps, Unary
+from gnnc.runtime.cpu.edge_opcodes import (
+    Binary,
+    BodyOp,
+    Format,
+    Reduction,
+    Steps,
+    Unary,
+    add_in_products,
+)
 from gnnc.runtime.cpu.parts import Part
 from gnnc.runtime.row_program.build import Refusal
 
@@ -178,6 +186,7 @@ class Translator:
         results = iter([self._values[value] for value in body_values(self._graph)])
         for number, part in enumerate(parts):
             self._result(number, part, results)
+        self._steps.steps = add_in_products(self._steps.steps, self._steps.registers)
         return self._steps
 
     def _result(self, number: int, part: Part, results: Iterator[Any]) -> None:

@@ -248,6 +248,19 @@ def test_a_value_has_the_same_bits_wherever_the_edge_is() -> None:
     assert torch.equal(torch.segment_reduce(first, "max", offsets=g.rowptr)[rows], top[rows])
 
 
+@pytest.mark.parametrize("width", [3, 16, 70])
+def test_a_product_that_adds_a_value_has_the_bits_of_both_steps(width: int) -> None:
+    g, text = random_graph(40, 30, 300), "t0 = aten.mm.default(e0, c0); t1 = aten.add.Tensor(i0, t0); "
+    given = [torch.randn(30, width)], list[Tensor](), [torch.randn(300, 5)], [torch.randn(5, width)]
+    operands = {"i0": given[0][0], "e0": given[2][0], "c0": given[3][0]}
+    steps = translate(text + "return t1", operands, [Part("edges")]).steps
+    assert BodyOp.PRODUCT in {step[0] for step in steps} and BodyOp.BINARY not in {step[0] for step in steps}
+    joined = edge_body(g, text + "return t1", "", given, (300, width))
+    parts, shapes = [Part("edges")] * 2, [(300, width)] * 2
+    apart, _ = edge_bodies(g, text + "return [t1, t0]", parts, given, shapes)  # the product has two readers
+    assert torch.equal(joined, apart)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("reduce", MESSAGE_REDUCTIONS)
 def test_what_is_not_finite_stays_so(bad: float, reduce: str) -> None:

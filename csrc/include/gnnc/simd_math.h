@@ -76,8 +76,21 @@ GNNC_INLINE Floats log1p_of_fraction(Floats x) {
   return fused(twice * square, polynomial(square, kFit), twice);
 }
 
+#ifdef __AVX512F__
+// An estimate of the reciprocal and a step of Newton's method take a third of the time of a division. The step needs a
+// finite denominator, so that it takes e^87.3 for all smaller x, where the result is below the least normal number.
+GNNC_INLINE Floats sigmoid(Floats x) {
+  const Floats least = splat(-87.3f);
+  const Floats denominator = splat(1.0f) + exp(-larger(least, x));
+  const Floats guess = _mm512_rcp14_ps(denominator);
+  const Floats result = fused(guess, fused(-denominator, guess, splat(1.0f)), guess);
+  return x < least ? Floats{} : result;
+}
+GNNC_INLINE Floats silu(Floats x) { return x * sigmoid(x); }
+#else
 GNNC_INLINE Floats sigmoid(Floats x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
 GNNC_INLINE Floats silu(Floats x) { return x / (splat(1.0f) + exp(-x)); }
+#endif
 GNNC_INLINE Floats softplus(Floats x) {
   return (x > splat(0.0f) ? x : splat(0.0f)) + log1p_of_fraction(exp(-absolute(x)));
 }
