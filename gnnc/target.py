@@ -163,6 +163,7 @@ class Target:
         attention_bodies: whether its kernel of attention computes logits from the rows at both ends, of 16
             bits or quantized where those of the sum are.
         attention_backward: columns of a head, at most, of its ``gnnc.attention_backward``; 0: no kernel.
+        body_attention_backward: the same of its ``gnnc.body_attention_backward``.
         quantized_attention_gradients: whether that kernel reads quantized rows.
         static_features: whether its programs keep the quantized values of arguments that stay the same.
         quantized_columns: columns of the widest FP32 row that a product reads once to quantize; None: any.
@@ -192,6 +193,7 @@ class Target:
     fused_gemm_tn: bool = False
     attention_bodies: bool = False
     attention_backward: int = 0
+    body_attention_backward: int = 0
     quantized_attention_gradients: bool = False
     static_features: bool = False
     quantized_columns: int | None = None

@@ -53,6 +53,7 @@ _QUANTIZE = "gnnc.quantize.default"
 _SCALE = "gnnc.scale.default"
 _CAST = "aten._to_copy.default"
 _ATTENTION_BACKWARD = "gnnc.attention_backward.default"
+_BODY_ATTENTION_BACKWARD = "gnnc.body_attention_backward.default"
 _DEQUANTIZE = "gnnc.dequantize.default"
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ENDS = ("a_dst", "a_src", "x", "grad")
@@ -152,6 +153,8 @@ def _anchor(partition: Partition, node: Node, target: Target) -> None:
         _grow_gemm_tn(partition, node)
     elif str(node.target) == _ATTENTION_BACKWARD:
         _grow_attention_backward(partition, node, target)
+    elif str(node.target) == _BODY_ATTENTION_BACKWARD:
+        _grow_body_attention_backward(partition, node, target)
     elif partition.group_of(node) is None and (kind := _anchor_family(node)):
         if kind == "gemm":
             siblings = _siblings(node) if target.joint_products else []
@@ -221,8 +224,19 @@ def _grow_attention_backward(partition: Partition, anchor: Node, target: Target)
             _divide(partition, group, result)
 
 
+def _grow_body_attention_backward(partition: Partition, anchor: Node, target: Target) -> None:
+    """Group a gradient of attention with the row program of that of x, and the divisions of the others."""
+    group = partition.start("body_attention_backward", anchor)
+    partition.add(group, (anchor, *anchor.users))
+    for result in anchor.users:
+        if result_index(result) == 0:
+            linearize(result, _admission(partition, group, target))
+        else:
+            _divide(partition, group, result)
+
+
 def _divide(partition: Partition, group: Group, result: Node) -> None:
-    """Add the divisions of a small result, which the launch that adds up its parts does."""
+    """Add the divisions of a result by a number, which the launch that stores it does."""
     linearize(result, lambda op: op.kind == "div_tensor" and partition.add(group, op.covers))
 
 

@@ -24,6 +24,7 @@ from gnnc.ir.source import Source, source_of, wants_gradient
 from gnnc.passes.base import Context
 from gnnc.passes.normalize import simplify
 from gnnc.passes.rewrite.attention_gradients import join_attention_gradients
+from gnnc.passes.rewrite.body_attention_gradients import join_body_attention_gradients
 from gnnc.passes.rewrite.gradient_nodes import simplify_gradients
 from gnnc.passes.rewrite.joint_examples import joint_examples
 from gnnc.passes.rewrite.joint_structure import move_to_structure
@@ -61,6 +62,7 @@ class Joint:
         simplify(joint)
         simplify_gradients(joint, parts.structure)
         join_attention_gradients(joint, ctx.target.attention_backward)
+        join_body_attention_gradients(joint, ctx.target.body_attention_backward, ctx)
         _fill_empty_results(joint)
         if parts.structure is not None:
             move_to_structure(joint, parts.structure)

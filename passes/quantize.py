@@ -123,7 +123,7 @@ class Quantize:
             build = _Builder(
                 gm, node, ctx, observed.get(node), self.max_error, node in scaled, gradients, ones
             )
-            logits = None if gradients.nodes else logit_rows(node, ctx.target)
+            logits = logit_rows(node, ctx.target, trains=bool(gradients.nodes))
             if logits is not None:
                 read_rounded(logits, partial(_rounded_rows, replace(build, before=logits.reader)))
                 ctx.note(logits.reader, f"reads rows of sources in {build.precision}, as the sum does")

@@ -25,7 +25,7 @@ FAMILIES = ("gemm", "spmm", "attention", "map")
 ALONE = "aten"
 """Family of the launches outside of every other family, and of all that was not measured."""
 
-ALIKE = {"attention_backward": "attention"}
+ALIKE = {"attention_backward": "attention", "body_attention_backward": "attention"}
 """Families that no machine is measured for, and the measured one whose kernels do such work."""
 
 LINE = 64

@@ -6,6 +6,7 @@ Importing this package registers every op under ``torch.ops.gnnc``.
 from gnnc.ir import (
     attention_backward,
     bit_planes,
+    body_attention_backward,
     dense,
     fp16_scale,
     groups,
@@ -32,6 +33,7 @@ __all__ = [
     "Source",
     "attention_backward",
     "bit_planes",
+    "body_attention_backward",
     "body_inputs",
     "body_text",
     "dense",

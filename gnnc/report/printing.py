@@ -57,7 +57,17 @@ _WHEN = {
     FORWARD: "runs at every call",
     BACKWARD: "runs when gradients are computed",
 }
-_KINDS = ("gemm", "gemm_tn", "spmm", "attention", "attention_backward", "bodies", "map", "graph")
+_KINDS = (
+    "gemm",
+    "gemm_tn",
+    "spmm",
+    "attention",
+    "attention_backward",
+    "body_attention_backward",
+    "bodies",
+    "map",
+    "graph",
+)
 
 
 def format_graph(gm: GraphModule, *, name: str = "forward", notes: Mapping[str, str] | None = None) -> str:
@@ -234,7 +244,7 @@ class _Printer:
         # Text repeats the arguments of any op as they were given, by position or by keyword.
         value = node.args[index]
         if is_gnnc(node) and isinstance(value, str):
-            if schema_of(node).arguments[index].name == "body":
+            if schema_of(node).arguments[index].name in ("body", "logit"):
                 return self._bodies.setdefault(value, f"body{len(self._bodies)}")
         return self._literal(value)
 

@@ -28,12 +28,20 @@ class LogitRows:
     rows: Node
 
 
-def logit_rows(aggregate: Node, target: Target) -> LogitRows | None:
-    """Return the rows that give the logits of the attention that ends in ``aggregate``, or None."""
+def logit_rows(aggregate: Node, target: Target, *, trains: bool) -> LogitRows | None:
+    """Return the rows that give the logits of the attention that ends in ``aggregate``, or None.
+
+    Args:
+        aggregate: the weighted sum.
+        target: the backend.
+        trains: whether the graph has gradients, too: those that read the weights of edges are of FP32 rows.
+    """
     if not target.attention_bodies or not target.widens_operands:
         return None
     found = match_attention(aggregate, bodies=True)
     if found is None or found.kind not in ("dot", "body") or found.a_src is None:
+        return None
+    if trains and len(found.softmax.users) > 1:
         return None
     return LogitRows(found.covers[0], found.a_src)
 

@@ -106,9 +106,9 @@ def _sums(softmax: Node, alpha: Node, ends: Node, operands: tuple[Node, ...]) ->
     ]
     by_row = [node for node in sums if unpack(node, "rowptr", "perm") == (rowptr, None)]
     by_column = [
-        node for node in sums if _is_of_transpose(unpack(node, "rowptr", "perm"), (0, 2), rowptr, col)
+        node for node in sums if is_of_transpose(unpack(node, "rowptr", "perm"), (0, 2), rowptr, col)
     ]
-    totals = list(_sums_on_transpose(alpha, operands[3], rowptr, col))
+    totals = list(sums_on_transpose(alpha, operands[3], rowptr, col))
     if len(dlogits[0].users) != 2 or not (len(by_row) == len(by_column) == len(totals) == 1):
         return None
     transpose = unpack(totals[0], "rowptr", "col")
@@ -116,7 +116,7 @@ def _sums(softmax: Node, alpha: Node, ends: Node, operands: tuple[Node, ...]) ->
     return _Match(totals[0], by_row[0], by_column[0], (rowptr, col, *transpose, *operands), constants)
 
 
-def _sums_on_transpose(alpha: Node, grad: Node, rowptr: Node, col: Node) -> Iterator[Node]:
+def sums_on_transpose(alpha: Node, grad: Node, rowptr: Node, col: Node) -> Iterator[Node]:
     """Yield the sums of the gradient's rows over the transpose, weighted by ``alpha`` in its order."""
     for moved in alpha.users:
         if str(moved.target) != "aten.index_select.default" or argument(moved, "dim") != 0:
@@ -130,12 +130,12 @@ def _sums_on_transpose(alpha: Node, grad: Node, rowptr: Node, col: Node) -> Iter
                 value is moved
                 and x is grad
                 and reduce == "sum"
-                and _is_of_transpose(parts, (0, 1, 2), rowptr, col)
+                and is_of_transpose(parts, (0, 1, 2), rowptr, col)
             ):
                 yield node
 
 
-def _is_of_transpose(parts: tuple[object, ...], results: tuple[int, ...], rowptr: Node, col: Node) -> bool:
+def is_of_transpose(parts: tuple[object, ...], results: tuple[int, ...], rowptr: Node, col: Node) -> bool:
     """Return whether nodes are these results of one transpose of a CSR."""
     found = [part for part in parts if isinstance(part, Node) and is_result(part)]
     if tuple(map(result_index, found)) != results or len(set(map(first_operand, found))) != 1:

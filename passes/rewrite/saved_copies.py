@@ -26,7 +26,7 @@ from gnnc.precision import BF16, FP8, INT8, Precision
 _HALVES = (torch.bfloat16, torch.float16)
 _MIN_WIDTH = 8
 """Columns from which on a matrix is kept in fewer bits: a narrower one is of statistics or logits."""
-_OVER_EDGES = frozenset(("attention_backward", "edge_map", "message", "sddmm"))
+_OVER_EDGES = frozenset(("attention_backward", "body_attention_backward", "edge_map", "message", "sddmm"))
 """Primitives that read rows at the ends of edges."""
 
 

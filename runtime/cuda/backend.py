@@ -35,6 +35,7 @@ TARGET = Target(
     widens_operands=True,
     attention_bodies=True,
     attention_backward=128,
+    body_attention_backward=128,
     quantized_attention_gradients=True,
     fused_gemm_tn=True,
     static_features=True,

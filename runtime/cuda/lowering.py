@@ -3,6 +3,7 @@
 from gnnc.runtime.cuda.kernels import (
     attention,
     attention_backward,
+    body_attention_backward,
     column_sum,
     edge_softmax,
     edge_softmax_backward,
@@ -25,6 +26,7 @@ KERNEL_FILES = (
     spmm,
     attention,
     attention_backward,
+    body_attention_backward,
     sddmm,
     message,
     rowmap,

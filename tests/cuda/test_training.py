@@ -16,7 +16,7 @@ from gnnc.passes.quantize import Quantize
 from gnnc.runtime.cuda.driver.nvrtc import resources_of
 from gnnc.torch_private import pytree
 
-FAST = ("gcn", "gat", "gin", "sage-mean")
+FAST = ("gcn", "gat", "gin", "sage-mean", "gatv2", "transformer")
 CASES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ZOO]
 Gradients = dict[str, Tensor | None]
 
@@ -96,7 +96,7 @@ def test_gradients_are_as_near_to_float64_as_those_of_eager(name: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", ["gcn", "gat", "gin", "sage-mean"])
+@pytest.mark.parametrize("name", ["gcn", "gat", "gin", "sage-mean", "gatv2", "transformer"])
 def test_gradients_in_16_bits_point_where_those_of_fp32_do(name: str, precision: str) -> None:
     model, arguments = case(name)
     right = exact_gradients(model, arguments, torch.float32)

@@ -12,6 +12,7 @@ TYPES = {
 _REGISTERS = {"f32": "float", "f64": "double", "pred": "bool"}
 _SPECIAL = {
     "%tid.x": "static_cast<uint32_t>(t.index)",
+    "%tid.z": "0u",
     "%ctaid.x": "static_cast<uint32_t>(t.block->index)",
     "%ntid.x": "static_cast<uint32_t>(t.block->grid->threads)",
     "%nctaid.x": "static_cast<uint32_t>(t.block->grid->blocks)",

@@ -27,6 +27,7 @@
 
 #include "common/row_tile.cuh"
 #include "sparse/attention.cuh"
+#include "sparse/head_threads.cuh"
 #include "sparse/own_columns.cuh"
 #include "sparse/product_sum.cuh"
 
@@ -125,16 +126,11 @@ struct OwnCodes {
 // Dot products of the ends of an edge, and its logit: the part that both passes share. kGathered and kOwnElement are
 // the element types of the rows that edges gather, and of those at the other end.
 template <class Config, Element kGathered, Element kOwnElement>
-struct AttentionEnds {
-  static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads, kHeadWidth = kWidth / kHeads;
+struct AttentionEnds : HeadThreads<RowLayout<kGathered, Config::kWidth>, Config::kHeads> {
+  static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads;
   using Layout = RowLayout<kGathered, kWidth>;
-  static constexpr int kColumns = Layout::kColumns;
-  // Number of threads that share a head, and of edges out of four whose logits each of them computes.
-  static constexpr int kShare = kHeads == 1 ? Layout::kPieces : kHeadWidth / kColumns;
-  static constexpr int kOwn = kShare >= 4 ? 1 : 4 / kShare;
-  static_assert(Layout::kPasses == 1, "a row must fit into one pass");
-  static_assert((kShare & (kShare - 1)) == 0 && (kHeads == 1 || kShare * kColumns == kHeadWidth),
-                "a head is a power of two of 16-byte pieces");
+  using Threads = HeadThreads<Layout, kHeads>;
+  static constexpr int kColumns = Layout::kColumns, kShare = Threads::kShare, kOwn = Threads::kOwn;
 
   static constexpr bool kCodes = kGathered == Element::i8 && kOwnElement == Element::i8;
   using Row = typename Select<kCodes, OwnCodes<kWidth>, OwnColumns<kOwnElement, kWidth, kColumns>>::Type;
@@ -144,98 +140,23 @@ struct AttentionEnds {
   int head;     // the head that this piece belongs to
 
   __device__ __forceinline__ void begin(const void* rows, int64_t stride, const float* scales, int32_t which) {
-    head = min(Layout::piece() / kShare, kHeads - 1);
+    head = Threads::head_of_thread();
     row.load(static_cast<const char*>(rows) + which * stride, Layout::piece() * kColumns);
     scale = bytes_of(kOwnElement) == 1 ? __ldg(scales + which) : 1.0f;
-  }
-
-  // Returns whether this thread writes the values of its head.
-  __device__ static bool writes() { return Layout::piece() % kShare == 0 && Layout::piece() < Layout::kTotal; }
-
-  // Returns the place, out of four, of the edge `i` of this thread, and the value of that edge.
-  __device__ static int place(int i) {
-    const int lane = Layout::lane();
-    if (kShare == 1) return i;
-    return kShare == 2 ? (lane & 1) * 2 + i : (lane & 1) * 2 + (lane >> 1 & 1);
-  }
-  template <class T>
-  __device__ static T own_of(const T (&v)[4], int i) {
-    if constexpr (kShare == 1) return v[i];
-    const bool upper = Layout::lane() & 1;
-    if constexpr (kShare == 2) return upper ? v[2 + i] : v[i];
-    return Layout::lane() & 2 ? (upper ? v[3] : v[1]) : (upper ? v[2] : v[0]);
-  }
-
-  // Gives every thread the values of all four edges.
-  __device__ static void share(const float (&own)[kOwn], float (&all)[4]) {
-    const int first = Layout::lane() & ~(kShare - 1);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kShare == 1) {
-        all[i] = own[i % kOwn];
-      } else {
-        const int from = kShare == 2 ? i / 2 : i / 2 + i % 2 * 2;
-        all[i] = __shfl_sync(0xffffffffu, own[kShare == 2 ? i % kOwn : 0], first + from);
-      }
-    }
   }
 
   // Computes the dot products of the row and the rows of four edges, of which this thread gets those of its own edges.
   __device__ __forceinline__ void dots(const uint4 (&x)[4], float (&out)[kOwn]) const {
     float v[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = product(x[i]);
-    int count = 4;
-#pragma unroll
-    for (int apart = 1; apart < kShare; apart *= 2) {
-      const bool upper = Layout::lane() & apart;
-      if (count == 1) {
-        v[0] += __shfl_xor_sync(0xffffffffu, v[0], apart);
-        continue;
-      }
-      count /= 2;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i >= count) continue;
-        const float other = __shfl_xor_sync(0xffffffffu, upper ? v[i] : v[i + count], apart);
-        v[i] = (upper ? v[i + count] : v[i]) + other;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) out[i] = v[i];
+    for (int i = 0; i < 4; ++i) v[i] = row.template dot<kGathered>(Threads::inside(x[i]));
+    Threads::add_up(v, out);
   }
 
   __device__ static float slope_at(float raw) { return raw > 0.0f ? 1.0f : Config::Constants::kSlope; }
 
   // Returns the activated logit times log2 e (as Attention<Config>::logit).
   __device__ static float logit(float raw) { return __fmul_rz(__fmul_rn(raw, slope_at(raw)), 1.44269504f); }
-
-  // Reduces a value over the edges of the threads of a head (of which every fourth has the same edges), and over kSlots
-  // neighbouring slots.
-  template <int kSlots, class Combine>
-  __device__ static float across(float v, const Combine& combine) {
-#pragma unroll
-    for (int apart = 1; apart < kShare && apart < 4; apart *= 2) {
-      v = combine(v, __shfl_xor_sync(0xffffffffu, v, apart));
-    }
-#pragma unroll
-    for (int apart = Layout::kPieces; apart < Layout::kPieces * kSlots; apart *= 2) {
-      v = combine(v, __shfl_xor_sync(0xffffffffu, v, apart));
-    }
-    return v;
-  }
-
- private:
-  // Returns a piece with the columns past the width, which may hold anything, set to zero: floats that are no numbers
-  // would stay so times 0.
-  __device__ static uint4 inside(const uint4& v) {
-    if constexpr (kWidth % kColumns == 0 || kGathered == Element::i8) return v;
-    return Layout::within(v, Layout::piece());
-  }
-
-  __device__ __forceinline__ float product(const uint4& given) const {
-    return row.template dot<kGathered>(inside(given));
-  }
 };
 
 // The sums of a head over some edges, and the bound of their logits.
@@ -495,7 +416,7 @@ struct AttentionColumnsBody {
     return static_cast<float*>(a.staging.memory) + static_cast<int64_t>(slot) * kStaged;
   }
 
-  __device__ static int head_of(int column) { return min(column / Ends::kHeadWidth, kHeads - 1); }
+  __device__ static int head_of(int column) { return min(column / (Config::kWidth / kHeads), kHeads - 1); }
 
   // Finishes a row, or a part of a split row, that kSlots slots share; the columns are spread over all threads of those
   // slots.

@@ -2,16 +2,20 @@
 
 The terms of the sum are elementwise in the rows at both ends of an edge, so that a thread computes those of
 the columns that it gathers (``csrc/cuda/sparse/body_attention.cuh``). The values of rows are arguments; those
-of constants are loaded once for each column.
+of constants are loaded once for each column. The derivatives of a term, and of what follows the sum, are the
+vector-Jacobian products of these parts of the body (``body_attention_backward.cuh``).
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from gnnc.ir.body import body_values
-from gnnc.ir.nodes import argument, first_operand
+from gnnc.errors import UnsupportedError
+from gnnc.ir.body import body_text, body_values, parse_body
+from gnnc.ir.edge_gradients import GivenCotangent
+from gnnc.ir.nodes import argument, first_operand, outputs_of
+from gnnc.ir.vjp import Operand, body_gradients, rename_operands
 from gnnc.runtime.cuda.kernels.body_places import Place, flat
 from gnnc.runtime.cuda.kernels.edge_body import BodyWriter, Scope
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
@@ -20,6 +24,7 @@ from gnnc.runtime.row_program.build import Refusal
 _ROWS = {"i0": "own", "j0": "key"}
 """Names of the rows at both ends, in a body and in its terms."""
 _EDGE = "edge_term"
+_SUM = "aten.sum.dim_IntList"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,126 @@ def write_logit(body: str, operands: dict[str, torch.Tensor], scale: float) -> L
         Refusal: the body is no sum over the columns of heads of elementwise terms.
     """
     return _LogitWriter(body, operands, {name: 1 for name in operands}).logit(scale)
+
+
+def write_differentiable_logit(body: str, operands: dict[str, torch.Tensor], scale: float) -> Logit:
+    """Return the logit that a body computes, times a scale, with its derivatives.
+
+    Args:
+        body: text of the body.
+        operands: fake tensors of the operands: ``i0``, ``j0``, and constants of one value for each column.
+        scale: factor of the result.
+
+    Raises:
+        Refusal: the body is no sum over the columns of heads of elementwise terms, or has no derivative.
+    """
+    writer = _LogitWriter(body, operands, {name: 1 for name in operands})
+    logit = writer.logit(scale)
+    heads, columns = (int(size) for size in operands["i0"].shape[1:])
+    if list(writer.loads.values()) != list(range(len(logit.constants))):
+        raise Refusal("the body reads a constant in two places")
+    try:
+        term = _term_derivatives(body, logit.constants, (heads, columns))
+        slope = _slope(body, (heads,))
+    except UnsupportedError as error:
+        raise Refusal(str(error)) from error
+    lines = [
+        *_function("of_own", "float own, float key, const float* c", term["i0"]),
+        *_function("of_key", "float own, float key, const float* c", term["j0"]),
+        "__device__ void of_constants(float own, float key, const float* c, float* g) const {",
+        *(
+            f"  {{ {' '.join(statements)} g[{index}] = {value}; }}"
+            for index in range(len(logit.constants))
+            for statements, value in [term[f"i{index + 1}"]]
+        ),
+        "}",
+        *_function("slope", "float total", (slope[0], f"{slope[1]} * {literal(scale)}")),
+    ]
+    return Logit(logit.text + "".join(f"  {line}\n" for line in lines), logit.constants)
+
+
+_Value = tuple[list[str], str]
+"""Statements, and the value that they compute."""
+
+
+def _function(name: str, parameters: str, value: _Value) -> list[str]:
+    statements, result = value
+    body = [*statements, f"return {result};"]
+    return [f"__device__ float {name}({parameters}) const {{", *(f"  {line}" for line in body), "}"]
+
+
+def _term_derivatives(body: str, constants: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, _Value]:
+    """Return the derivative of a term by each operand: ``i0``, ``j0``, and ``i1``, ... for the constants.
+
+    Constants stand for rows here, since each thread has their values of its columns.
+    """
+    names = {name: f"i{index + 1}" for index, name in enumerate(constants)}
+    terms = rename_operands(_part_of_body(body, before=True), names)
+    read = ("i0", "j0", *names.values())
+    operands = tuple(Operand(name, shape, torch.float32) for name in (*read, "e0"))
+    found = body_gradients(terms, GivenCotangent("e0"), operands, read)
+    texts = {"i0": "own", "j0": "key", "e0": "1.0f"}
+    texts |= {name: f"c[{index}]" for index, name in enumerate(names.values())}
+    place = ("edge", "head", "column")
+    return {name: _derivative(found.get(name), operands, place, texts) for name in read}
+
+
+def _slope(body: str, shape: tuple[int, ...]) -> _Value:
+    """Return the derivative of a logit by the sum over its columns."""
+    behind = _part_of_body(body, before=False)
+    operands = tuple(Operand(name, shape, torch.float32) for name in ("i0", "e0"))
+    found = body_gradients(behind, GivenCotangent("e0"), operands, ("i0",))
+    return _derivative(found.get("i0"), operands, ("edge", "head"), {"i0": "total", "e0": "1.0f"})
+
+
+def _derivative(
+    body: str | None, operands: tuple[Operand, ...], place: Place, texts: dict[str, str]
+) -> _Value:
+    if body is None:
+        return [], "0.0f"
+    values = {operand.name: operand.stand_in(1) for operand in operands}
+    return _DerivativeWriter(body, values, {name: 1 for name in values}).derivative(place, texts)
+
+
+def _part_of_body(body: str, *, before: bool) -> str:
+    """Return what a body computes before its sum, or behind it, from the sum as ``i0``."""
+    graph = Graph()
+    graph.output(graph.graph_copy(parse_body(body).graph, {}))
+    (total,) = (node for node in graph.nodes if str(node.target) == _SUM)
+    if before:
+        graph.output_node().args = (first_operand(total),)
+    else:
+        with graph.inserting_before(total):
+            given = graph.placeholder("i0")
+        total.replace_all_uses_with(given)
+        result = outputs_of(graph)
+        assert isinstance(result, Node)
+        graph.erase_node(total)
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+    return body_text(graph)
+
+
+class _DerivativeWriter(BodyWriter):
+    """Writer of a value that is elementwise in its operands."""
+
+    def derivative(self, place: Place, texts: dict[str, str]) -> _Value:
+        """Return the value at a place, from texts for the values of its operands there."""
+        self.long, self.rows = frozenset(), {}
+        self.texts, (result,) = texts, body_values(self.module.graph)
+        self.index = flat(place[1:], self._edge_shape(result))
+        scope = Scope()
+        value = self.value(result, place, scope)
+        if self.stages:
+            raise Refusal("a derivative of the body has a sum, or a product with a weight")
+        return scope.lines, value
+
+    def _load(self, name: str, place: Place) -> str:
+        if flat(place[1:], tuple(int(size) for size in self.operands[name].shape[1:])) != self.index:
+            raise Refusal(f"a derivative of the body reads {name} elsewhere than in its own column")
+        return self.texts[name]
 
 
 class _LogitWriter(BodyWriter):
@@ -95,7 +220,7 @@ class _LogitWriter(BodyWriter):
         return Logit("".join(f"  {line}\n" for line in lines), names)
 
     def _sum_behind(self, result: Node) -> Node:
-        sums = [node for node in self.module.graph.nodes if str(node.target) == "aten.sum.dim_IntList"]
+        sums = [node for node in self.module.graph.nodes if str(node.target) == _SUM]
         if len(sums) != 1 or not isinstance(result, Node):
             raise Refusal("the body is not one sum")
         return sums[0]
