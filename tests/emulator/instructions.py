@@ -296,6 +296,9 @@ def _cvt_(modifiers: list[str], given: list[str], names: Names) -> str:
     *how, to, source = modifiers
     if "e4m3x2" in (to, source) or "e5m2x2" in (to, source):
         return _cvt_of_bytes(how, to, source, given, names)
+    if to == "tf32":
+        _only(how, "rna")
+        return names.put(given[0], f"nearest_tf32({names.value(given[1], 'float')})")
     _only(how, "rn", "rz", "sat", "ftz", *_ROUNDED)
     if to in ("f16x2", "bf16x2"):
         high, low = (

@@ -539,6 +539,10 @@ inline float number(e5m2_t v) { return wide(v); }
 struct tf32_t {
   uint32_t bits;
 };
+inline uint32_t nearest_tf32(float v) {
+  const auto bits = as<uint32_t>(v);
+  return std::isfinite(v) ? (bits + 0x1000u) & 0xffffe000u : bits;
+}
 inline float number(tf32_t v) { return as<float>(v.bits & 0xffffe000u); }
 
 // D = A B + C of 16 x kDepth and kDepth x 8, A of T and B of Other; registers as PTX lays them out: those of A are

@@ -25,12 +25,13 @@ __device__ inline void multiply_halves(float (&c)[4], const uint32_t (&a)[4], ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// FP32 values as sums of two TF32 values, which have a mantissa of 10 bits: the rest is 2^-21 of a value at most.
+// FP32 values as sums of two TF32 values, which have a mantissa of 10 bits: the nearest one, and what it leaves, of
+// which products read 10 bits.
 template <int kWords>
 struct Tf32Parts {
   uint32_t high[kWords], low[kWords];
   __device__ __forceinline__ void set(int i, float x) {
-    high[i] = __float_as_uint(x) & 0xffffe000u;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high[i]) : "f"(x));
     low[i] = __float_as_uint(x - __uint_as_float(high[i]));
   }
 };
