@@ -149,6 +149,7 @@ class Target:
         joint_bodies: whether one kernel computes several bodies in one pass over the edges, sums by source
             among them.
         body_products: precisions, beside FP32, in which its kernels of bodies multiply by a weight.
+        rounds_body_rows: whether its kernels of bodies gather 16-bit rows where they multiply in 16 bits.
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
         epilogue_scales: whether each of its row programs does so.
         gradient_steps: kinds of the steps of gradients that its row programs have, such as masks, derivatives
@@ -183,6 +184,7 @@ class Target:
     joint_products: bool = True
     joint_bodies: bool = False
     body_products: frozenset[str] = frozenset()
+    rounds_body_rows: bool = False
     tensor_scales: bool = False
     epilogue_scales: bool = False
     gradient_steps: frozenset[str] = frozenset()

@@ -145,7 +145,10 @@ def multiply_low(build: Any) -> Node | None:
     for product, reason, narrow in zip(found, reasons, formats, strict=True):
         if reason is None:
             body.multiply(product, narrow)
+    rounded = body.round_sources(precision) if _rounds_sources(build) else 0
     result = body.finish()
+    if rounded:
+        build.ctx.note(result, f"gathers rows of sources in {precision}")
     low = [str(narrow) for narrow, reason in zip(formats, reasons, strict=True) if reason is None]
     counts = " and ".join(
         f"{low.count(name)} of {len(found)} products of its body in {name}" for name in dict.fromkeys(low)
@@ -162,6 +165,17 @@ def _of_gradients(node: Node, gradients: set[Node]) -> set[Node]:
     return descendants(p for p in inner if operands[str(p.target)] in gradients)
 
 
+def _rounds_sources(build: Any) -> bool:
+    """Return whether a body with products in 16 bits gathers rows of sources in these; not in training."""
+    return build.ctx.target.rounds_body_rows and not build.gradients.nodes
+
+
+def _is_wide(rows: Node) -> bool:
+    """Return whether rows are FP32, and wide enough to gain from being gathered in 16 bits."""
+    value = rows.meta["val"]
+    return value.dtype == torch.float32 and value[0].numel() >= _NARROWEST
+
+
 @dataclass(slots=True)
 class _Body:
     """Copy of a body whose products are rewritten one by one.
@@ -170,6 +184,7 @@ class _Body:
         build: builder of nodes before the op.
         graph: the copy.
         copies: its nodes, by those of ``parse_body``.
+        src: the rows of the sources of edges.
         const: the constant operands.
         rows: the matrix of each edge value in a precision, and the scales of its rows, if any.
         weights: the constant operands, by number and layout of the weight and precision: low precision, and
@@ -179,6 +194,7 @@ class _Body:
     build: Any
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[Node, Node] = field(default_factory=dict)
+    src: list[Node] = field(init=False)
     const: list[Node] = field(init=False)
     rows: dict[tuple[Node, Precision], tuple[Node, Node | None]] = field(default_factory=dict)
     weights: dict[tuple[int, bool, Precision], tuple[Node, Node | None]] = field(default_factory=dict)
@@ -187,7 +203,7 @@ class _Body:
         """Copy the body."""
         body = parse_body(argument(self.build.node, "body")).graph
         self.graph.output(self.graph.graph_copy(body, self.copies))
-        self.const = list(argument(self.build.node, "const"))
+        self.src, self.const = (list(argument(self.build.node, name)) for name in ("src", "const"))
 
     def multiply(self, product: BodyProduct, precision: Precision) -> None:
         """Replace a product by one in low precision."""
@@ -206,11 +222,26 @@ class _Body:
         self.graph.erase_node(old)
         self.copies[product.node] = new
 
+    def round_sources(self, precision: Precision) -> int:
+        """Read rows of sources in the 16 bits of the products; return the number of such operands."""
+        inputs = {str(node.target): node for node in self.graph.find_nodes(op="placeholder")}
+        exact = {str(node.target) for node in exact_in_body(self.build.node) if node.op == "placeholder"}
+        named = {number: f"j{number}" for number, rows in enumerate(self.src) if _is_wide(rows)}
+        found = [number for number, name in named.items() if name in inputs and name not in exact]
+        dtype = FLOAT_DTYPES[precision.name]
+        for number in found:
+            self.src[number] = self.build.aten("_to_copy", self.src[number], dtype=dtype)
+            rows = inputs[f"j{number}"]
+            with self.graph.inserting_after(rows):
+                full = self._call(aten._to_copy.default, rows, dtype=torch.float32)
+            rows.replace_all_uses_with(full, delete_user_cb=lambda user, full=full: user is not full)
+        return len(found)
+
     def finish(self) -> Node:
         """Return the op with the new body."""
         self.graph.eliminate_dead_code()
-        const = self._numbered()
-        args, kwargs = with_arguments(self.build.node, const=const, body=body_text(self.graph))
+        const, text = self._numbered(), body_text(self.graph)
+        args, kwargs = with_arguments(self.build.node, src=self.src, const=const, body=text)
         result = self.build(self.build.node.target, *args, **kwargs)
         result.meta["val"] = self.build.node.meta["val"]
         return result

@@ -25,6 +25,7 @@ TARGET = Target(
     name="cuda",
     precisions=frozenset({"fp32", "fp16", "bf16", "int8"}),
     body_products=frozenset({"fp16", "bf16"}),
+    rounds_body_rows=True,
     joint_products=False,
     tensor_scales=True,
     epilogue_scales=True,

@@ -50,4 +50,14 @@ __device__ inline void multiply_floats(float (&c)[4], const Tf32Parts<4>& a, con
   multiply_tf32(c, a.high, b.high);
 }
 
+// Returns two values rounded to 16 bits, the first one in the low half.
+__device__ inline uint32_t two_halves(float a, float b, __half) {
+  const __half2 v = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+__device__ inline uint32_t two_halves(float a, float b, __nv_bfloat16) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+
 }  // namespace gnnc

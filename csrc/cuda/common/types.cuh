@@ -62,6 +62,22 @@ struct alignas(kCount * sizeof(T)) Vector {
   T v[kCount];
 };
 
+// Returns an element of rows that begin on 16 bytes, from the four neighbours that it lies in: four calls for these are
+// one load.
+__device__ __forceinline__ float one_of_four(const float* row, int column) {
+  const float4 all = __ldca(reinterpret_cast<const float4*>(row + (column & ~3)));
+  const int k = column & 3;
+  return k == 0 ? all.x : k == 1 ? all.y : k == 2 ? all.z : all.w;
+}
+template <class T>
+__device__ __forceinline__ T one_of_four(const T* row, int column) {
+  static_assert(sizeof(T) == 2, "four elements are two words");
+  const uint2 all = __ldca(reinterpret_cast<const uint2*>(row + (column & ~3)));
+  const uint32_t pair = column & 2 ? all.y : all.x;
+  const auto bits = static_cast<uint16_t>(column & 1 ? pair >> 16 : pair);
+  return *reinterpret_cast<const T*>(&bits);
+}
+
 // Stores 4, 8 or 16 bytes at once. kStreams: no kernel gathers these bytes, and 16-byte stores are marked to be evicted
 // from L2 first.
 template <bool kStreams, class T, int kCount>
@@ -98,10 +114,15 @@ __device__ __forceinline__ void store_together(T* to, const Vector<T, kCount>& v
 // has no such byte.
 __host__ __device__ constexpr int weight_place(int width) { return width % 16 == 0 ? -1 : width / 16 * 16 + 15; }
 
-// Returns the larger value, or NaN if either is NaN, as in torch.
+// Return the larger or smaller value, or NaN if either is NaN, as in torch.
 __device__ inline float larger_or_nan(float a, float b) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ inline float smaller_or_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
 

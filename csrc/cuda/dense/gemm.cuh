@@ -149,12 +149,7 @@ struct Gemm {
 };
 
 __device__ inline uint32_t two_halves(float a, float b, Product product) {
-  if (product == Product::f16) {
-    const __half2 v = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&v);
-  }
-  const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&v);
+  return product == Product::f16 ? two_halves(a, b, __half{}) : two_halves(a, b, __nv_bfloat16{});
 }
 
 // Returns the quantized values of four columns as bytes; the largest |value| of the row is that of T / inverse.

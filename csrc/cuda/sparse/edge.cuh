@@ -246,15 +246,22 @@ struct RunEdges {
   }
 };
 
-// The states of the columns of a warp's rows: thread t has the columns t, t + 32, ..
+// The states of the columns of a warp's rows: thread t has the columns 2t and 2t + 1, then 2t + 64 and 2t + 65, ..; of
+// an odd number of columns a thread the last ones lie 32 apart.
 template <int kWidth, class Reduce, class Body>
 struct TileColumns {
   static constexpr int kEach = (kWidth + 31) / 32, kValues = Reduce::kValues;
-  static constexpr bool kNarrow = kWidth <= 16;  // all threads compute values, which some of them reduce
-  static constexpr int kTogether = 4;            // edges whose rows are loaded at once
+  static constexpr bool kNarrow = kWidth <= 16;           // all threads compute values, which some of them reduce
+  static constexpr int kTogether = kValues == 1 ? 8 : 4;  // edges whose values are loaded at once
+  static constexpr int kPaired = kEach / 2 * 2;
   static_assert(!kNarrow || Body::kOperandBytes >= 4 * kWidth * kValues, "narrow values find room");
+  static_assert(kTile % kTogether == 0, "a tile is taken whole");
   Reduce state[kEach];
 
+  __device__ static int column_of(int t) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    return t < kPaired ? t / 2 * 64 + 2 * lane + t % 2 : kPaired * 32 + lane;
+  }
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int t = 0; t < kEach; ++t) state[t].start();
@@ -264,8 +271,7 @@ struct TileColumns {
   __device__ __forceinline__ void each(const Visit& visit) {
 #pragma unroll
     for (int t = 0; t < kEach; ++t) {
-      const int column = static_cast<int>(threadIdx.x % 32) + 32 * t;
-      if (column < kWidth) visit(state[t], column);
+      if (column_of(t) < kWidth) visit(state[t], column_of(t));
     }
   }
 
@@ -285,26 +291,53 @@ struct TileColumns {
     }
 #pragma unroll 1
     for (int first = 0; first < count; first += kTogether) {
-      each([&](Reduce& reduced, int column) {
-        float value[kTogether][kValues];
 #pragma unroll
-        for (int e = 0; e < kTogether; ++e) {
-          if constexpr (kNarrow) {
+      for (int t = 0; t < kEach; t += 2) {
+        take_columns<(kEach > 1 ? 2 : 1)>(tile, t, first, count, last >> first & ((1u << kTogether) - 1), finish);
+      }
+    }
+  }
+
+ private:
+  // Takes kTogether edges in the columns from the t-th of this thread on. Their values are loaded before one is taken.
+  template <int kColumns, class Finish>
+  __device__ __forceinline__ void take_columns(const EdgeTile<Body>& tile, int t, int first, int count, uint32_t last,
+                                               const Finish& finish) {
+    float value[kColumns][kTogether][kValues];
+    const auto is_there = [&](int c) { return t + c < kEach && column_of(t + c) < kWidth; };
 #pragma unroll
-            for (int v = 0; v < kValues; ++v) value[e][v] = narrow[((first + e) * kValues + v) * kWidth + column];
-          } else {
-            tile.values(first + e, column, value[e]);
-          }
+    for (int e = 0; e < kTogether; ++e) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (is_there(c)) load(tile, first + e, column_of(t + c), value[c][e]);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      if (!is_there(c)) continue;
+      Reduce& reduced = state[t + c];
+      if (last == 0 && first + kTogether <= count) {
+#pragma unroll
+        for (int e = 0; e < kTogether; ++e) reduced.take(value[c][e]);
+        continue;
+      }
+#pragma unroll
+      for (int e = 0; e < kTogether; ++e) {
+        if (first + e < count) reduced.take(value[c][e]);
+        if (last >> e & 1) {
+          finish(reduced, first + e, column_of(t + c));
+          reduced.start();
         }
+      }
+    }
+  }
+  __device__ __forceinline__ static void load(const EdgeTile<Body>& tile, int which, int column, float* values) {
+    if constexpr (kNarrow) {
+      const auto* const narrow = reinterpret_cast<const float*>(tile.operand);
 #pragma unroll
-        for (int e = 0; e < kTogether; ++e) {
-          if (first + e < count) reduced.take(value[e]);
-          if (last >> (first + e) & 1) {
-            finish(reduced, first + e, column);
-            reduced.start();
-          }
-        }
-      });
+      for (int v = 0; v < kValues; ++v) values[v] = narrow[(which * kValues + v) * kWidth + column];
+    } else {
+      tile.values(which, column, values);
     }
   }
 };

@@ -144,18 +144,60 @@ struct EdgeTile {
   }
 };
 
+// Stores values of neighbouring columns at once, rounded to T.
+template <class T, int kCount>
+__device__ __forceinline__ void store_columns(T* to, const float (&values)[kCount]) {
+  Vector<uint32_t, kCount* static_cast<int>(sizeof(T)) / 4> words;
+#pragma unroll
+  for (int k = 0; k < kCount * static_cast<int>(sizeof(T)) / 4; ++k) {
+    if constexpr (sizeof(T) == 2) {
+      words.v[k] = two_halves(values[2 * k], values[2 * k + 1], T{});
+    } else {
+      words.v[k] = __float_as_uint(values[k]);
+    }
+  }
+  *reinterpret_cast<decltype(words)*>(to) = words;
+}
+
+// Computes the columns of a stage of every edge, kVector neighbouring ones a thread, and calls store(which, column,
+// values). Values are stored when those of two turns are there: behind a store, a load waits for the one before it.
+template <int kStage, int kVector, int kColumns, class Tile, class Store>
+__device__ __forceinline__ void each_column(const Tile& tile, int count, const Store& store) {
+  constexpr uint32_t kEach = kColumns / kVector, kAll = kTile * kEach, kTurns = 2;
+  static_assert(kColumns % kVector == 0, "vectors fill the columns");
+#pragma unroll 1
+  for (uint32_t first = Tile::lane(); first < kAll; first += 32 * kTurns) {
+    float values[kTurns][kVector];
+#pragma unroll
+    for (uint32_t t = 0; t < kTurns; ++t) {
+      const uint32_t i = kAll % (32 * kTurns) == 0 ? first + 32 * t : min(first + 32 * t, kAll - 1);
+      const int column = static_cast<int>(i % kEach) * kVector;
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) {
+        const bool is_there = kColumns == count || column + k < count;
+        values[t][k] = is_there ? tile.template column<kStage>(static_cast<int>(i / kEach), column + k) : 0.0f;
+      }
+    }
+#pragma unroll
+    for (uint32_t t = 0; t < kTurns; ++t) {
+      const uint32_t i = first + 32 * t;
+      if (kAll % (32 * kTurns) != 0 && i >= kAll) continue;
+      store(static_cast<int>(i / kEach), static_cast<int>(i % kEach) * kVector, values[t]);
+    }
+  }
+}
+
 // A value that is stored as it is computed.
 template <int kOut, int kTo>
 struct Stored {
+  static constexpr int kVector = kOut % 4 == 0 ? 4 : 1;
   template <int kStage, class Tile>
   __device__ static void load(const Tile& tile) {}
   template <int kStage, class Tile>
   __device__ __forceinline__ static void run(const Tile& tile) {
-#pragma unroll 4
-    for (int i = Tile::lane(); i < kTile * kOut; i += 32) {
-      const float value = tile.template column<kStage>(i / kOut, i % kOut);
-      const_cast<float*>(tile.of(i / kOut))[kTo + i % kOut] = value;
-    }
+    each_column<kStage, kVector, kOut>(tile, kOut, [&](int which, int column, const float (&values)[kVector]) {
+      store_columns(const_cast<float*>(tile.of(which)) + kTo + column, values);
+    });
   }
 };
 
@@ -216,11 +258,9 @@ struct FullProduct {
   template <int kStage, class Tile>
   __device__ __forceinline__ static void run(const Tile& tile) {
     auto* const operand = reinterpret_cast<float*>(tile.operand);
-#pragma unroll 8
-    for (int i = Tile::lane(); i < kTile * kRows; i += 32) {
-      const int column = i % kRows;
-      operand[i / kRows * kPitch + column] = column < kIn ? tile.template column<kStage>(i / kRows, column) : 0.0f;
-    }
+    each_column<kStage, 4, kRows>(tile, kIn, [&](int which, int column, const float (&values)[4]) {
+      store_columns(operand + which * kPitch + column, values);
+    });
     __syncwarp();
 #pragma unroll 1
     for (int column = Tile::lane() % kLanes; column < kOut; column += kLanes * kTogether) {
@@ -308,12 +348,9 @@ struct HalfProduct {
   template <int kStage, class Tile>
   __device__ __forceinline__ static void run(const Tile& tile) {
     auto* const operand = reinterpret_cast<T*>(tile.operand);
-#pragma unroll 8
-    for (int i = Tile::lane(); i < kTile * kRows; i += 32) {
-      const int column = i % kRows;
-      operand[i / kRows * kPitch + column] =
-          step::from_float<T>(column < kIn ? tile.template column<kStage>(i / kRows, column) : 0.0f);
-    }
+    each_column<kStage, 4, kRows>(tile, kIn, [&](int which, int column, const float (&values)[4]) {
+      store_columns(operand + which * kPitch + column, values);
+    });
     __syncwarp();
 #pragma unroll 1
     for (int first = 0; first < kColumns; first += kTogether) columns<kStage>(tile, operand, first);

@@ -25,9 +25,9 @@ struct Reduction {
   __device__ void take(const float* value) {
     const float v = *value;
     if constexpr (kJoin == Join::max) {
-      total = total > v || total != total ? total : v;
+      total = larger_or_nan(total, v);
     } else if constexpr (kJoin == Join::min) {
-      total = total < v || total != total ? total : v;
+      total = smaller_or_nan(total, v);
     } else {
       total += v;
     }

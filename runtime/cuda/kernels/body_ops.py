@@ -1,7 +1,7 @@
 """C++ of the elementwise ops of a body: their texts, by the name of the ATen op."""
 
 UNARY = {
-    "relu": "({0} < 0.0f ? 0.0f : {0})",
+    "relu": "larger_or_nan({0}, 0.0f)",
     "sigmoid": "__fdividef(1.0f, 1.0f + expf(-{0}))",
     "tanh": "tanhf({0})",
     "exp": "expf({0})",

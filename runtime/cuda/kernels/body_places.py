@@ -1,11 +1,15 @@
 """Places of elements in the values of a body, as C++ expressions of indices."""
 
+import re
 from math import prod
 from typing import Any
 
 from gnnc.ir.body import EDGES
 from gnnc.runtime.cuda.kernels.epilogue import literal
 from gnnc.runtime.row_program.build import Refusal
+
+_MOVED = re.compile(r"column|\((?P<by>\d+) \+ 1 \* column\)|\(column - (?P<back>\d+)\)")
+"""Index of a column, moved by a constant."""
 
 Place = tuple[str, ...]
 """Indices of an element, one a dimension; that of the edge dimension is ``"edge"``."""
@@ -56,3 +60,9 @@ def number_of(value: Any) -> str:
     if isinstance(value, int | float):
         return f"({literal(float(value))})"
     raise Refusal(f"the body holds {value!r}")
+
+
+def is_in_vector(index: str) -> bool:
+    """Return whether an index of a row is the column, moved by a multiple of four."""
+    moved = _MOVED.fullmatch(index)
+    return moved is not None and int(moved["by"] or moved["back"] or 0) % 4 == 0

@@ -14,6 +14,8 @@ AT = "int64_t row, int64_t source, int64_t edge, const float* results"
 """Parameters that tell an edge, and the results of its stages."""
 TILE = 16
 """``gnnc::kTile``."""
+VECTOR = 16
+"""Bytes that a thread loads at once, at most."""
 _EDGE_BYTES = 20
 """Bytes of an edge in ``gnnc::TileEdges``."""
 _MOST_WEIGHTS = 48 * 1024
@@ -126,7 +128,7 @@ class Row:
     @property
     def piece(self) -> int:
         """Return the bytes that a thread copies at once; 0 where rows are not aligned for any."""
-        return next((piece for piece in (16, 4) if self.nbytes % piece == 0 == self.stride % piece), 0)
+        return next((piece for piece in (VECTOR, 4) if self.nbytes % piece == 0 == self.stride % piece), 0)
 
     @property
     def words(self) -> int:
@@ -173,6 +175,36 @@ class Layout:
     operand_bytes: int
     weight_bytes: int
     block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Functor:
+    """C++ struct whose call operator computes a body.
+
+    Attributes:
+        text: members, stages and call operator.
+        operands: names of the operands that the members point to, in order.
+        width: columns of an edge's value.
+        block: block of threads that runs the stages; None where there are none.
+    """
+
+    text: str
+    operands: tuple[str, ...]
+    width: int
+    block: Block | None
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Value of a body that lies in shared memory, one row an edge.
+
+    Attributes:
+        columns: columns of the value.
+        place: C++ constant of the functor that holds the first word of the value in an edge's row.
+    """
+
+    columns: int
+    place: str
 
 
 def layout_of(

@@ -8,7 +8,6 @@ What follows reads their results.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -27,13 +26,24 @@ from gnnc.runtime.cuda.kernels.body_ops import (
     SECOND,
     UNARY,
 )
-from gnnc.runtime.cuda.kernels.body_places import Place, between, broadcast, flat, number_of, places
+from gnnc.runtime.cuda.kernels.body_places import (
+    Place,
+    between,
+    broadcast,
+    flat,
+    is_in_vector,
+    number_of,
+    places,
+)
+from gnnc.runtime.cuda.kernels.body_scope import Scope, statements
 from gnnc.runtime.cuda.kernels.body_stages import (
     AT,
-    Block,
+    VECTOR,
+    Functor,
     Layout,
     ProductStage,
     Row,
+    Side,
     Stage,
     SumStage,
     declared,
@@ -54,49 +64,6 @@ from gnnc.runtime.cuda.kernels.epilogue import TYPES
 from gnnc.runtime.row_program.build import Refusal
 
 _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten")
-
-
-@dataclass(slots=True)
-class Scope:
-    """Statements of one C++ block, and the names of the values that they define."""
-
-    outer: "Scope | None" = None
-    lines: list[str] = field(default_factory=list)
-    known: dict[tuple[Node, Place], str] = field(default_factory=dict)
-
-    def find(self, key: tuple[Node, Place]) -> str | None:
-        """Return the name of a value that is visible here."""
-        return self.known.get(key) or (self.outer.find(key) if self.outer else None)
-
-
-@dataclass(frozen=True, slots=True)
-class Functor:
-    """C++ struct whose call operator computes a body.
-
-    Attributes:
-        text: members, stages and call operator.
-        operands: names of the operands that the members point to, in order.
-        width: columns of an edge's value.
-        block: block of threads that runs the stages; None where there are none.
-    """
-
-    text: str
-    operands: tuple[str, ...]
-    width: int
-    block: Block | None
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """Value of a body that lies in shared memory, one row an edge.
-
-    Attributes:
-        columns: columns of the value.
-        place: C++ constant of the functor that holds the first word of the value in an edge's row.
-    """
-
-    columns: int
-    place: str
 
 
 def write_body(text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> Functor:
@@ -141,6 +108,7 @@ class BodyWriter:
         self.stages: dict[Node, Stage] = {}
         self.reads: set[int | str] = set()
         self.long = long_values(self.module.graph, self.shapes)
+        self.in_vectors = False
         self.rows = self._fetched() if has_stages(self.module.graph, self.shapes) else {}
 
     def write(self) -> Functor:
@@ -213,10 +181,8 @@ class BodyWriter:
         """Return the rows of sources and edges that a warp copies to shared memory."""
         found: dict[str, Row] = {}
         for name in self.names:
-            size = self.operands[name].element_size()
-            row = Row(name, size * prod(map(int, self.operands[name].shape[1:])), size * self.strides[name])
-            if name[0] in "je" and row.piece:
-                found[name] = row
+            if name[0] in "je" and self._row(name).piece:
+                found[name] = self._row(name)
         return found
 
     def _edge_shape(self, node: Node) -> tuple[int, ...]:
@@ -280,7 +246,14 @@ class BodyWriter:
             self.reads.add(name)
             kind = TYPES[self.operands[name].dtype]
             return f"step::as_float(reinterpret_cast<const {kind}*>(results + {row_of(name)})[{inner}])"
-        return f"step::as_float({name}[{row} * {self.strides[name]} + {inner}])"
+        row = f"{name} + {row} * {self.strides[name]}"
+        if self.in_vectors and self._row(name).piece == VECTOR and is_in_vector(inner):
+            return f"step::as_float(one_of_four({row}, {inner}))"
+        return f"step::as_float(({row})[{inner}])"
+
+    def _row(self, name: str) -> Row:
+        size = self.operands[name].element_size()
+        return Row(name, size * prod(map(int, self.operands[name].shape[1:])), size * self.strides[name])
 
     def _operand(self, node: Node, name: str, place: Place, scope: Scope) -> str:
         value = argument(node, name)
@@ -458,13 +431,15 @@ class BodyWriter:
         shape, outputs = self._edge_shape(x), self.shapes[node][-1]
         if prod(shape[:-1]) != 1:
             raise Refusal(f"the body multiplies {prod(shape[:-1])} rows at every edge by a weight")
+        dtype = low_type(x, {name: tensor.dtype for name, tensor in self.operands.items()})
         column = tuple("0" for _ in shape[:-1])
+        rounds = str(x.target) == "aten._to_copy.default" and argument(x, "dtype") == dtype
+        operand = first_operand(x) if rounds else x  # the product rounds it
         functions = {
-            "column": self._returned(x, ("edge", *column, "column")),
+            "column": self._in_vectors(lambda scope: self.value(operand, ("edge", *column, "column"), scope)),
             "weight": self._returned(weight, ("k", "column") if is_kn else ("column", "k")),
             "bias": self._bias(bias),
         }
-        dtype = low_type(x, {name: tensor.dtype for name, tensor in self.operands.items()})
         return ProductStage(outputs, functions, inputs=shape[-1], type=dtype and TYPES[dtype])
 
     def _staged(self, node: Node, place: Place) -> str:
@@ -476,9 +451,9 @@ class BodyWriter:
     def _value_stage(self, node: Node) -> Stage:
         shape = self._edge_shape(node)
         if not is_sum(node, self.shapes):
-            scope = Scope()
-            value = self._computed(node, ("edge", *places("column", shape)), scope)
-            return Stage(prod(shape), {"column": " ".join([*scope.lines, f"return {value};"])})
+            place = ("edge", *places("column", shape))
+            write = self._in_vectors if prod(shape) % 4 == 0 else statements
+            return Stage(prod(shape), {"column": write(lambda scope: self._computed(node, place, scope))})
         source = first_operand(node)
         sizes, dims = self.shapes[source], reduced_dims(node, self.shapes)
         inner = iter(places("k", tuple(sizes[dim] for dim in dims)))
@@ -491,9 +466,11 @@ class BodyWriter:
 
     def _add_stage(self, node: Node, make: Callable[[], Stage]) -> None:
         """Add a stage behind those that it reads."""
-        outer, self.reads = self.reads, set()
+        outer = self.reads, self.in_vectors
+        self.reads, self.in_vectors = set(), False
         stage = make()
-        stage.reads, self.reads = self.reads, outer
+        stage.reads = self.reads
+        self.reads, self.in_vectors = outer
         self.stages[node] = stage
 
     def _result(self, node: Node, place: Place) -> str:
@@ -511,9 +488,14 @@ class BodyWriter:
 
     def _returned(self, node: Node, place: Place) -> str:
         """Return the statements of a function whose result is an element."""
-        scope = Scope()
-        value = self.value(node, place, scope)
-        return " ".join([*scope.lines, f"return {value};"])
+        return statements(lambda scope: self.value(node, place, scope))
+
+    def _in_vectors(self, write: Callable[[Scope], str]) -> str:
+        """Return the statements of a function that is called for four neighbours, from a multiple of four."""
+        self.in_vectors = True
+        text = statements(write)
+        self.in_vectors = False
+        return text
 
     def _batched_product(self, node: Node, place: Place, left: Node, right: Node, scope: Scope) -> str:
         """Return an element of a product of two matrices of every edge: a loop."""

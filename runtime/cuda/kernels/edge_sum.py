@@ -15,9 +15,9 @@ from gnnc.ir.format import EDGE_LIST, Format
 from gnnc.ir.nodes import argument, first_operand, operand, unpack
 from gnnc.ir.vjp import derived_body
 from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, length, pointer
-from gnnc.runtime.cuda.kernels.body_stages import TILE
+from gnnc.runtime.cuda.kernels.body_stages import TILE, Side
 from gnnc.runtime.cuda.kernels.column_sum import write_column_sum, write_sum_of_parts
-from gnnc.runtime.cuda.kernels.edge_body import Side, write_sides
+from gnnc.runtime.cuda.kernels.edge_body import write_sides
 from gnnc.runtime.cuda.kernels.message import (
     Body,
     Plan,

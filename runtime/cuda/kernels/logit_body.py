@@ -17,7 +17,8 @@ from gnnc.ir.edge_gradients import GivenCotangent
 from gnnc.ir.nodes import argument, first_operand, outputs_of
 from gnnc.ir.vjp import Operand, body_gradients, rename_operands
 from gnnc.runtime.cuda.kernels.body_places import Place, flat
-from gnnc.runtime.cuda.kernels.edge_body import BodyWriter, Scope
+from gnnc.runtime.cuda.kernels.body_scope import Scope
+from gnnc.runtime.cuda.kernels.edge_body import BodyWriter
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
 from gnnc.runtime.row_program.build import Refusal
 

@@ -18,8 +18,8 @@ from gnnc.runtime.cuda.formats.tables import (
     write_runs,
     write_staging,
 )
-from gnnc.runtime.cuda.kernels.body_stages import TILE, Block
-from gnnc.runtime.cuda.kernels.edge_body import Functor, Side, write_body, write_sides
+from gnnc.runtime.cuda.kernels.body_stages import TILE, Block, Functor, Side
+from gnnc.runtime.cuda.kernels.edge_body import write_body, write_sides
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
 from gnnc.runtime.registry import BYTES, Decline, kernel

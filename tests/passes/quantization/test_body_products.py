@@ -10,6 +10,7 @@ from gnnc.ir.body import parse_body
 from gnnc.ir.nodes import argument
 from gnnc.ir.source import Source
 from gnnc.passes.assign import Assign
+from gnnc.passes.exact_values import ExactValues
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import BF16, FP32, INT8, Precision
 from gnnc.target import Target
@@ -37,6 +38,14 @@ NARROW = "t0 = aten.linear.default(j0, c0, None); t1 = aten.linear.default(e0, c
 COMPARED = (
     "t0 = aten.linear.default(j0, c0, None); t1 = aten.eq.Tensor(t0, i0); "
     "t2 = aten.mul.Tensor(t0, t1); return t2"
+)
+NARROW_ROWS = (
+    "t0 = aten.linear.default(e0, c0, c1); t1 = aten.sum.dim_IntList(j0, [-1], True); "
+    "t2 = aten.mul.Tensor(t0, t1); return t2"
+)
+EXACT_ROWS = (
+    "t0 = aten.linear.default(e0, c0, c1); t1 = aten.sum.dim_IntList(j0, [-1], True); "
+    "t2 = aten.gt.Scalar(t1, 0.5); t3 = aten.mul.Tensor(t0, t2); return t3"
 )
 PLAIN = "t0 = aten.add.Tensor(i0, j0); return t0"
 
@@ -145,6 +154,31 @@ def test_products_with_gradients_stay_where_no_kernel_multiplies_in_bf16():
         "aten.linear.default"
     ) == 1
     assert any("1 of 2 products of its body in fp16; one in FP32: gradients in a body" in n for n in notes)
+
+
+GATHERS = replace(TENSOR_CORES, rounds_body_rows=True)
+
+
+def test_rows_of_sources_are_gathered_in_the_16_bits_of_the_products():
+    before, gm, notes = ran("mlp", FP16, GATHERS)
+    (rows,) = argument(message(gm), "src")
+    assert rows.meta["val"].dtype == torch.float16
+    assert calls(gm)[:2] == ["aten._to_copy.default", "aten.add.Tensor"]
+    assert argument(message(gm), "dst")[0].meta["val"].dtype == torch.float32
+    assert "gathers rows of sources in fp16" in notes
+    assert 0 < relative_error(gm(*arguments(gm)), before(*arguments(before))) < 0.002
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "target"), [("mlp", 32, TENSOR_CORES), ("offset", 3, GATHERS), ("exact", 32, GATHERS)]
+)
+def test_other_rows_of_sources_stay(name, width, target):
+    bodies = {"mlp": MLP, "offset": NARROW_ROWS, "exact": EXACT_ROWS}
+    before = graph_of(bodies[name], (16,), ((24, 16 if name != "mlp" else width), (24,), (7, 24)), width)
+    gm, ctx = run_all(before, (ExactValues(), Assign(), Quantize()), precision=FP16, target=target)
+    assert "gnnc.gemm.default" in calls(gm)
+    assert argument(message(gm), "src")[0].meta["val"].dtype == torch.float32
+    assert not any("gathers" in note.text for note in ctx.notes)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gate", "heads", "narrow"])
