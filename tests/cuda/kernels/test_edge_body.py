@@ -100,6 +100,8 @@ SHIM = """
 #define __device__
 #define __host__
 inline float __fdividef(float a, float b) { return a / b; }
+inline float larger_or_nan(float a, float b) { return a > b || a != a ? a : b; }
+template <class T> T one_of_four(const T* row, int column) { return row[column]; }
 namespace gnnc {
 template <class... Each> struct Stages {};
 template <class... Each> struct Rows {};
