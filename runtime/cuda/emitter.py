@@ -47,7 +47,7 @@ class CudaEmitter(Emitter):
         windowed_sums: by columns of edges, the sums over them that may read a windowed edge table.
     """
 
-    IN_ORDER: ClassVar[frozenset[str]] = frozenset({"gemm", "cublas", "rowmap"})
+    IN_ORDER: ClassVar[frozenset[str]] = frozenset({"gemm", "gemm_fp32", "cublas", "rowmap"})
 
     def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
         super().__init__(graph_module, check_finite=check_finite)

@@ -11,6 +11,7 @@ from gnnc.runtime.cuda.kernels import (
     fp16_scale,
     gather_rows,
     gemm,
+    gemm_fp32,
     gemm_tn,
     message,
     row_body,
@@ -22,6 +23,7 @@ from gnnc.runtime.cuda.kernels import (
 
 KERNEL_FILES = (
     gemm,
+    gemm_fp32,
     gemm_tn,
     spmm,
     attention,

@@ -389,6 +389,10 @@ def _red_(modifiers: list[str], given: list[str], names: Names) -> str:
 def _cp_(modifiers: list[str], given: list[str], names: Names) -> str:
     if modifiers == ["async", "wait_all"]:
         return "wait_for_copies(t);"
+    if modifiers == ["async", "commit_group"]:
+        return "++t.groups;"
+    if modifiers == ["async", "wait_group"]:
+        return f"wait_for_groups(t, {given[0]});"
     _only(modifiers, "async", "cg", "ca", "shared", "global")
     to, source, size = names.pointer(given[0], "shared"), names.pointer(given[1], "global"), given[2]
     read = names.value(given[3], "int32_t") if len(given) > 3 else size

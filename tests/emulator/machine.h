@@ -309,6 +309,7 @@ struct Copy {
   char* to;
   const char* from;
   int size, read;
+  int group;  // number of groups of its thread that had ended before it
 };
 
 struct Thread {
@@ -319,7 +320,8 @@ struct Thread {
   bool started = false, done = false;
   char* stack;
   std::vector<Copy> copies;
-  int left = 0;  // accesses of memory before it is interrupted
+  int groups = 0;  // groups of copies that have ended
+  int left = 0;    // accesses of memory before it is interrupted
   // What it waits at.
   uint32_t members = 0;
   const void* in = nullptr;
@@ -676,7 +678,7 @@ inline void start_copy(Thread& t, char* to, const char* from, int size, int read
   access(t);
   check(t, to, static_cast<size_t>(size));
   if (read > 0) check(t, from, static_cast<size_t>(read));
-  t.copies.push_back({to, from, size, std::min(read, size)});
+  t.copies.push_back({to, from, size, std::min(read, size), t.groups});
   if (t.block->grid->random() % 4 == 0) {  // or it is made while nobody waits for it
     make(t.copies.back());
     t.copies.pop_back();
@@ -685,6 +687,13 @@ inline void start_copy(Thread& t, char* to, const char* from, int size, int read
 inline void wait_for_copies(Thread& t) {
   for (const Copy& copy : t.copies) make(copy);
   t.copies.clear();
+}
+// Waits for all groups that have ended, but the last `but`.
+inline void wait_for_groups(Thread& t, int but) {
+  const auto late = std::stable_partition(t.copies.begin(), t.copies.end(),
+                                          [&](const Copy& copy) { return copy.group < t.groups - but; });
+  std::for_each(t.copies.begin(), late, make);
+  t.copies.erase(t.copies.begin(), late);
 }
 
 // A launch.

@@ -48,4 +48,13 @@ __device__ inline void start_copy_floats(int64_t count, float* to, const float* 
 // Waits for all copies that this thread has started.
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Ends a group: the copies that this thread has started since the group before.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all groups of this thread but the last kCount.
+template <int kCount>
+__device__ inline void wait_for_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kCount) : "memory");
+}
+
 }  // namespace gnnc

@@ -20,7 +20,7 @@ from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 _SHARED = 72 * 1024
 """Bytes of shared memory of a block of more than 16 rows, at most: three blocks fit an SM."""
-_MAX_SHARED = 99 * 1024
+MAX_SHARED = 99 * 1024
 """Bytes of shared memory that a block can have on every architecture since sm_80."""
 _MAX_WIDTH = 4096
 _MOST_PRODUCTS = 2**31 // 128**2
@@ -129,7 +129,7 @@ class Tile:
 
     def fits(self, shape: Shape) -> bool:
         """Return whether a kernel of this tile has enough shared memory and registers."""
-        fits = self.shared(shape) <= (_SHARED if self.rows > 16 else _MAX_SHARED)
+        fits = self.shared(shape) <= (_SHARED if self.rows > 16 else MAX_SHARED)
         return fits and (self.is_in_place(shape) or not self.is_chunked(shape) and self.split == 1)
 
 
@@ -154,7 +154,7 @@ def _long_tiles(shape: Shape) -> Iterator[Tile]:
     blocks an SM leave registers for all loads of a row beside the loads of the weight.
     """
     warps = _ceil_power(-(-shape.runs // _HELD))
-    room = _MAX_SHARED if shape.size == 1 else _SHARED  # only rows that are quantized must be whole
+    room = MAX_SHARED if shape.size == 1 else _SHARED  # only rows that are quantized must be whole
     if not shape.is_quantized and warps <= 8 and 16 * shape.row_bytes <= room:
         rows_once = 2 if warps > 1 and 2 * -(-shape.runs // warps) <= 20 else 1
         yield Tile(16, shape.places, warps, rows_once, 1, _split(shape, 16), 256, 2)
@@ -175,11 +175,11 @@ class Gemm:
     @staticmethod
     def plan(node: Node) -> gemm.Plan | Decline:
         """Take products that fit into the shared memory of a block, but those in FP32, which cuBLAS takes."""
-        plan = _single(node)
+        plan = single(node)
         if isinstance(plan, Decline):
             return plan
         if plan.mode == gemm.FLOAT:
-            return Decline("float32 products are left to cuBLAS, which keeps them exact")
+            return Decline("float32 products are not rounded to 16 bits")
         shape = shape_of_plan(plan, node)
         if [out.form for out in plan.program.outs].count("scalar") > 1:
             return Decline("it finds two scales of all rows, and the launch before sets one to zero")
@@ -230,7 +230,7 @@ class Cublas:
     @staticmethod
     def plan(node: Node) -> gemm.Plan | Decline:
         """Take float products."""
-        plan = _single(node)
+        plan = single(node)
         if isinstance(plan, Decline):
             return plan
         if plan.mode != gemm.FLOAT:
@@ -290,7 +290,8 @@ def product_of_codes(x: Tensor, w: Tensor) -> Tensor:
     return torch.ops.aten._int_mm(x.contiguous(), w.contiguous().t())[:rows, :out].float()
 
 
-def _single(node: Node) -> gemm.Plan | Decline:
+def single(node: Node) -> gemm.Plan | Decline:
+    """Return the plan of one product; products side by side are launches of their own."""
     plan = gemm.plan(node)
     if not isinstance(plan, Decline) and len(plan.weights) > 1:
         return Decline("one product a launch")

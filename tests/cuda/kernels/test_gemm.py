@@ -120,7 +120,7 @@ def test_rows_under_way_stay_in_registers(architecture: str, compiler: None) -> 
 @torch.no_grad()
 def test_no_element_is_left_out() -> None:
     """Ones make every sum an integer that any precision holds."""
-    for precision in ("fp16", "bf16", "int8"):
+    for precision in ("fp32", "fp16", "bf16", "int8"):
         model = Products(64).eval().cuda()
         for parameter in model.parameters():
             parameter.fill_(1.0)
