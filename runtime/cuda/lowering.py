@@ -19,6 +19,7 @@ from gnnc.runtime.cuda.kernels import (
     rowmap,
     sddmm,
     spmm,
+    strided,
 )
 
 KERNEL_FILES = (
@@ -34,6 +35,7 @@ KERNEL_FILES = (
     rowmap,
     row_body,
     row_scale,
+    strided,
     column_sum,
     fp16_scale,
     gather_rows,

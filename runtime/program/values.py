@@ -116,7 +116,7 @@ class Values(StatementList):
         value = self._value(node)
         self._touch(value)
         if 0 not in value.matrix:
-            value.matrix[0] = self._vector_form(node, value)
+            value.matrix[0] = self._vector_form(node)
         return value.matrix[0]
 
     def optional_vector(self, node: Node | None) -> Expr | None:
@@ -201,6 +201,8 @@ class Values(StatementList):
         buffer = self._arena_buffer(node)
         if buffer is not None and width == buffer.shape[1]:
             return self._region(buffer, buffer.shape, (buffer.stride, 1))
+        if (dense := self._dense_region(node, width)) is not None:
+            return dense
         value = self.exact(node)
         if len(shape_of(node)) != 2 or expression(shape_of(node)[1]) != width:
             value = expr("{}.reshape(-1, {})", value, width)
@@ -209,14 +211,28 @@ class Values(StatementList):
             return self.let_call("m", self.bind(padded_rows, "padded"), [value, self.padded(width, dtype)])
         return self.let("m", expr("{}.contiguous()", value))
 
-    def _vector_form(self, node: Node, value: Value) -> Expr:
-        buffer = value.buffer
-        if buffer is not None and buffer.stride == buffer.shape[1]:
-            return self._region(buffer, (buffer.shape[0] * buffer.shape[1],), (1,))
+    def _vector_form(self, node: Node) -> Expr:
+        if (dense := self._dense_region(node, None)) is not None:
+            return dense
         exact = self.exact(node)
         # A column of a wider matrix reshapes to a strided vector.
         template = "{}.contiguous()" if len(shape_of(node)) <= 1 else "{}.reshape(-1).contiguous()"
         return self.let("v", expr(template, exact))
+
+    def _dense_region(self, node: Node, width: int | None) -> Expr | None:
+        """Return memory of the arena that has no padding as rows of another width, or as a vector (None)."""
+        buffer = self._values[node].buffer if node in self._values else None
+        if buffer is None or buffer.dtype in BYTE_DTYPES:
+            return None
+        rows, columns = buffer.shape
+        if buffer.stride != columns and not (isinstance(rows, int) and rows == 1):
+            return None
+        if width is None:
+            return self._region(buffer, (rows * columns,), (1,))
+        if not columns or not width or (columns % width and not isinstance(rows, int)):
+            return None
+        count = rows * (columns // width) if columns % width == 0 else rows * columns // width
+        return self._region(buffer, (count, width), (width, 1))
 
     def _arena_buffer(self, node: Node) -> Buffer | None:
         """The buffer whose rows a node's value is, if its memory is a region of the arena."""

@@ -186,10 +186,15 @@ class CallState:
         return self.key == other.key and all(a() is b() is not None for a, b in pairs)
 
     def holds(self, aliases: Sequence[Any]) -> bool:
-        """Return whether tensors lie in memory of the state, rather than in copies that die with the call."""
+        """Return whether tensors lie in memory of the state, rather than in copies that die with the call.
+
+        A view of a weight lies in the memory that begins where the weight does.
+        """
         known = {*self.key, *[tensor.data_ptr() for ref in self.structure if (tensor := ref()) is not None]}
         tensors = [alias for alias in aliases if isinstance(alias, Tensor) and alias.numel()]
-        return all(tensor.data_ptr() in known for tensor in tensors)
+        return all(
+            tensor.data_ptr() in known or tensor.untyped_storage().data_ptr() in known for tensor in tensors
+        )
 
 
 class PatchedGraph:

@@ -3,7 +3,7 @@
 from torch.fx import Node
 
 from gnnc.ir.format import RUN_TABLE, Format
-from gnnc.ir.nodes import operand
+from gnnc.ir.nodes import operand, shape_of
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, pointer
 from gnnc.runtime.cuda.formats.tables import runs_arguments, write_runs, write_staging
 from gnnc.runtime.cuda.kernels.epilogue import literal
@@ -31,7 +31,7 @@ class EdgeSoftmax:
         heads = fixed_width(logits)
         values = emitter.dense(logits, heads)
         starts = emitter.vector(operand(node, "rowptr"))
-        runs = write_runs(emitter, starts, expr("{}.shape[0]", values), 4 * heads)
+        runs = write_runs(emitter, starts, emitter.size(shape_of(logits)[0]), 4 * heads)
         out = emitter.allocate(node, dense=True)
         arguments: list[Argument] = [*runs_arguments(starts, None, runs)]
         arguments += [*write_staging(emitter, runs, 2 * heads), pointer(values), pointer(out.written)]

@@ -269,4 +269,6 @@ def edge_values(emitter: CudaEmitter, node: Node, index: int, heads: int) -> Exp
     """Return the edge values, dense: ``[E]`` aligned to 16 bytes, or ``[E, heads]``."""
     value: Any = argument_of(node, index)
     values = emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)
-    return values if heads > 1 else emitter.let_call("value", emitter.bind(aligned, "aligned"), [values])
+    if heads > 1 or values.text in emitter.memory.names:  # the memory of launches begins on 16 bytes
+        return values
+    return emitter.let_call("value", emitter.bind(aligned, "aligned"), [values])
