@@ -30,6 +30,7 @@ from gnnc.ir.nodes import (
 from gnnc.passes.base import Context
 from gnnc.passes.edges.aggregate import aggregate
 from gnnc.passes.edges.callers_order import values_in_callers_order
+from gnnc.passes.edges.composed_moves import compose_moves
 from gnnc.passes.edges.edge_products import EdgeProducts
 from gnnc.passes.edges.graph_inputs import structural_inputs
 from gnnc.passes.edges.index_bounds import index_bounds
@@ -74,6 +75,7 @@ class Raise:
         _raise_products(gm, regions, ctx)
         gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         join_messages(gm, regions.builder, ctx)
+        compose_moves(gm, regions.builder, regions.sizes, _structural(gm), ctx)
         _note_leftovers(gm, regions, ctx)
         gm.meta["index_bounds"] = [*gm.meta.get("index_bounds", ()), *index_bounds(gm, uses)]
         return gm
