@@ -31,6 +31,18 @@ class MeshNetwork(nn.Module):
         return x
 
 
+class Twice(nn.Module):
+    """Two layers of a kind, with a relu between."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = make(), make()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Return the second layer's result."""
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
 class EGNNBlock(nn.Module):
     """Layer of an E(n)-equivariant network: one edge MLP moves the positions and updates the features."""
 
@@ -99,6 +111,8 @@ LAYERS = {
     "GATv2 4x16": Layer(attention(pyg.GATv2Conv, 4), node=2 * _P, edge=0.4),
     "Transformer 1x64": Layer(attention(pyg.TransformerConv, 1), node=4 * _P, edge=0.3),
     "Transformer 2x32": Layer(attention(pyg.TransformerConv, 2), node=4 * _P, edge=0.3),
+    "GATv2 2x32 twice": Layer(lambda: Twice(attention(pyg.GATv2Conv, 2))),
+    "Transformer 2x32 twice": Layer(lambda: Twice(attention(pyg.TransformerConv, 2))),
     "RGCN": Layer(lambda: pyg.RGCNConv(WIDTH, WIDTH, RELATIONS), "type"),
     "RGAT": Layer(lambda: pyg.RGATConv(WIDTH, WIDTH, RELATIONS), "type"),
     "PDN": Layer(lambda: pyg.PDNConv(WIDTH, WIDTH, FEATURES, 8), "attr"),
