@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.cost.model import Rates
@@ -163,6 +164,8 @@ class Target:
             result by a number of the device.
         attention_bodies: whether its kernel of attention computes logits from the rows at both ends, of 16
             bits or quantized where those of the sum are.
+        attention_features: whether that kernel has dot products and sums of edge features, for so many heads,
+            columns of a head and features, and rows of a dtype.
         attention_backward: columns of a head, at most, of its ``gnnc.attention_backward``; 0: no kernel.
         body_attention_backward: the same of its ``gnnc.body_attention_backward``.
         quantized_attention_gradients: whether that kernel reads quantized rows.
@@ -194,6 +197,7 @@ class Target:
     widens_operands: bool = False
     fused_gemm_tn: bool = False
     attention_bodies: bool = False
+    attention_features: Callable[[int, int, int, torch.dtype], bool] | None = None
     attention_backward: int = 0
     body_attention_backward: int = 0
     quantized_attention_gradients: bool = False

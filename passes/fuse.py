@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.aten import ROW_VIEWS
-from gnnc.ir.attention import Attention, match_attention
+from gnnc.ir.attention import Attention, match_attention, with_features
 from gnnc.ir.attention_backward import ATTENTION_VECTORS
 from gnnc.ir.nodes import (
     argument,
@@ -170,8 +170,24 @@ def _attention(node: Node, target: Target) -> Attention | None:
         return found
     assert found.a_src is not None
     chain = _widening_chain(found.a_src, target)
-    covers = {*chain, *found.covers}
-    return replace(found, covers=(*chain, *found.covers)) if _reads_alone(chain, covers) else found
+    if not _reads_alone(chain, {*chain, *found.covers}):
+        return found
+    found = _attended_features(found, chain, target) or found
+    return replace(found, covers=(*chain, *found.covers))
+
+
+def _attended_features(found: Attention, chain: tuple[Node, ...], target: Target) -> Attention | None:
+    """Return an attention with the edge features that its kernel reads, too; None where it reads none."""
+    extended = with_features(found)
+    if extended is None or target.attention_features is None:
+        return None
+    assert found.a_src is not None and extended.features is not None
+    key, x = first_operand(chain[0]) if chain else found.a_src, argument(found.aggregate, "x")
+    shapes = shape_or_none(found.a_src), shape_or_none(extended.features)
+    (_, heads, columns), (_, features) = shapes  # type: ignore[misc]
+    dtype = x.meta["val"].dtype
+    same = key.meta["val"].dtype == dtype and shape_or_none(x) is not None
+    return extended if same and target.attention_features(heads, columns, features, dtype) else None
 
 
 def _reads_alone(chain: tuple[Node, ...], covers: set[Node]) -> bool:

@@ -15,6 +15,7 @@ from gnnc.ir.nodes import argument, first_operand, operand, same_size, shape_of,
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context
+from gnnc.passes.reordering.attended_edges import move_products_from_attention
 from gnnc.passes.reordering.concatenated import split_concatenated
 from gnnc.passes.reordering.edge_lift import lift_from_edges
 from gnnc.passes.reordering.finite_where_read import zero_unless_destination, zero_unless_source
@@ -50,6 +51,7 @@ class Reorder:
         split_concatenated(gm, ctx)
         LinearOrder(gm, assumed_sizes, self.min_gain, ctx).run()
         if parts.structure is not None:
+            move_products_from_attention(gm, parts.structure, assumed_sizes, ctx)
             _separate(gm, parts.structure, ctx)
         _gather_products(gm)
         return parts

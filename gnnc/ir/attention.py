@@ -4,6 +4,7 @@
 and a backend calls it again on the inner graph to find the kernel's arguments.
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +16,7 @@ from gnnc.ir.nodes import (
     is_number,
     is_pointwise,
     is_view,
+    op_name,
     operand,
     outputs_of,
     shape_or_none,
@@ -24,6 +26,12 @@ from gnnc.ir.nodes import (
 _SUM = "aten.sum.dim_IntList"
 _AGGREGATES = ("gnnc.spmm.default", "gnnc.qspmm.default")
 """Aggregations that an attention kernel computes together with the softmax of their edge values."""
+
+_FEATURE_DOT = (
+    "t0 = aten.unsqueeze.default(e0, 1); t1 = aten.mul.Tensor(i0, t0); t2 = aten.sum.dim_IntList(t1, [2]); "
+)
+FEATURE_SUM = "t0 = aten.unsqueeze.default(e0, 1); t1 = aten.mul.Tensor(t0, e1); return t1"
+"""Body of a message: the features ``e0 [E, features]`` of an edge, times its weight ``e1 [E, heads, 1]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,9 @@ class Attention:
             <a_dst_i, a_src_j> + edge; ``body``: logit = scale * body(a_dst_i, a_src_j, edge, constants), a
             sum over the columns of each head; ``logits``: logit = edge.
         covers: every node of the pattern, the aggregation last.
+        feature_own, features, feature_sum: edges have features ``[E, columns]``, so that logit = scale *
+            (<a_dst_i, a_src_j> + <feature_own_i, features>), and their sums by the attention weights are
+            ``feature_sum``, a message; None where there are none.
     """
 
     aggregate: Node
@@ -50,6 +61,9 @@ class Attention:
     edge: Node | None = None
     scale: float = 1.0
     slope: float = 1.0
+    feature_own: Node | None = None
+    features: Node | None = None
+    feature_sum: Node | None = None
 
     @property
     def eps(self) -> float:
@@ -183,3 +197,43 @@ def _scaled_dot(base: Attention, node: Node) -> Attention | None:
 
 def _read_only_by(node: Node, reader: Node) -> bool:
     return set(node.users) == {reader}
+
+
+def feature_dot(scale: float) -> str:
+    """Return the body of dot products of edge features with rows of each head, times ``scale``."""
+    return _FEATURE_DOT + ("return t2" if scale == 1.0 else f"t3 = aten.mul.Tensor(t2, {scale!r}); return t3")
+
+
+def _feature_scale(body: str) -> float | None:
+    """Return the scale of a body that ``feature_dot`` wrote, or None for another one."""
+    if body == feature_dot(1.0):
+        return 1.0
+    found = re.fullmatch(re.escape(_FEATURE_DOT) + r"t3 = aten\.mul\.Tensor\(t2, (\S+)\); return t3", body)
+    return None if found is None else float(found[1])
+
+
+def with_features(found: Attention) -> Attention | None:
+    """Return an attention of dot products together with the dot products and the sums of edge features.
+
+    None: its logits have no such term, or nothing else reads the attention weights than other ops.
+    """
+    edge, places = found.edge, ("rowptr", "col")
+    if found.kind != "dot" or edge is None or op_name(edge) != "edge_map" or len(edge.users) != 1:
+        return None
+    if _feature_scale(argument(edge, "body")) != found.scale:
+        return None
+    if unpack(edge, *places) != unpack(found.aggregate, *places):
+        return None
+    own, features = argument(edge, "dst")[0], argument(edge, "edge")[0]
+    weights = [user for user in found.softmax.users if user is not found.aggregate]
+    if len(weights) != 1 or not is_view(weights[0]) or len(weights[0].users) != 1:
+        return None
+    (total,) = weights[0].users
+    if op_name(total) != "message" or argument(total, "body") != FEATURE_SUM:
+        return None
+    if unpack(total, *places) != unpack(found.aggregate, *places) or argument(total, "reduce") != "sum":
+        return None
+    if list(argument(total, "edge")) != [features, weights[0]]:
+        return None
+    covers = (edge, *found.covers[:-1], weights[0], total, found.aggregate)
+    return replace(found, edge=None, feature_own=own, features=features, feature_sum=total, covers=covers)

@@ -14,6 +14,7 @@ from gnnc.runtime import cuda
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.cuda.executable import CudaExecutable
 from gnnc.runtime.cuda.formats import csr
+from gnnc.runtime.cuda.kernels.attention import reads_features
 from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
 from gnnc.runtime.cuda.offline import OfflineExecutable
 from gnnc.target import CUDA_NARROW_ROWS, Target
@@ -35,6 +36,7 @@ TARGET = Target(
     row_bodies_in_16_bits=True,
     widens_operands=True,
     attention_bodies=True,
+    attention_features=reads_features,
     attention_backward=128,
     body_attention_backward=128,
     quantized_attention_gradients=True,

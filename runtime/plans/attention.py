@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.ir.attention import Attention, match_attention
+from gnnc.ir.attention import Attention, match_attention, with_features
 from gnnc.ir.nodes import argument, unpack
 from gnnc.runtime.plans.converted_rows import read_rows
 from gnnc.runtime.plans.spmm import heads_of
@@ -31,6 +31,8 @@ class Plan:
         scale, slope, eps: constants of the logits and of the softmax.
         heads: number of softmaxes a row.
         width: columns of the result.
+        feature_own, features: rows and edge features whose dot products the logits have, too.
+        feature_sum: number of the result that holds the weighted sums of the features.
         alpha: number of the result that holds the attention weights; None where no node reads them.
         program: row program of the result.
     """
@@ -51,6 +53,9 @@ class Plan:
     eps: float
     heads: int
     width: int
+    feature_own: int | None
+    features: int | None
+    feature_sum: int | None
     alpha: int | None
     program: RowProgram
 
@@ -63,7 +68,9 @@ def plan(node: Node) -> Plan:
     match = match_attention(anchor, bodies=True)
     if match is None:
         raise Refusal("the fused graph is not an attention")
-    return _plan(inner, anchor, match)
+    extended = with_features(match)
+    is_inside = extended is not None and extended.feature_sum in inner.nodes
+    return _plan(inner, anchor, extended if extended is not None and is_inside else match)
 
 
 def _plan(inner: Inner, anchor: Node, match: Attention) -> Plan:
@@ -90,14 +97,18 @@ def _plan(inner: Inner, anchor: Node, match: Attention) -> Plan:
         eps=float(match.eps),
         heads=heads,
         width=width,
+        feature_own=inner.optional(match.feature_own, "the rows of the edge features"),
+        features=inner.optional(match.features, "the edge features"),
+        feature_sum=None if match.feature_sum is None else inner.results[match.feature_sum],
         alpha=inner.results.get(match.softmax),
         program=_program(inner, anchor, match, () if a_src is None else a_src.conversions),
     )
 
 
 def _program(inner: Inner, anchor: Node, match: Attention, conversions: tuple[Node, ...]) -> RowProgram:
-    """Return the row program, without the attention weights: the kernel itself writes them."""
-    others = {node: index for node, index in inner.results.items() if node is not match.softmax}
+    """Return the row program, without what the kernel itself writes: attention weights, sums of features."""
+    own = (match.softmax, match.feature_sum)
+    others = {node: index for node, index in inner.results.items() if node not in own}
     inner.results, results = others, inner.results
     program = build.build(inner, build.read_chain(inner, anchor), {*match.covers, *conversions})
     inner.results = results
@@ -107,8 +118,12 @@ def _program(inner: Inner, anchor: Node, match: Attention, conversions: tuple[No
 def _check(match: Attention, x: Node, width: int, heads: int) -> None:
     if width % heads:
         raise Refusal(f"{heads} heads do not divide a width of {width}")
-    dtypes: list[Any] = [n.meta["val"].dtype for n in (match.a_src, match.a_dst, match.edge) if n is not None]
+    dtypes: list[Any] = [n.meta["val"].dtype for n in _logit_operands(match) if n is not None]
     if any(dtype != torch.float32 for dtype in dtypes):
         raise Refusal("the logits are not made from float32")
     if x.meta["val"].dtype not in build.ROW_DTYPES:
         raise Refusal(f"x is {x.meta['val'].dtype}")
+
+
+def _logit_operands(match: Attention) -> tuple[Node | None, ...]:
+    return match.a_src, match.a_dst, match.edge, match.feature_own, match.features

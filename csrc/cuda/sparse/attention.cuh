@@ -12,6 +12,9 @@
 // scale. Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 3
 // instructions for 4 columns of int8, an edge.
 //
+// With kFeatures, edges have features, whose weighted sums are a second result: feature_sums[i, h, :] = sum over e of
+// alpha[e, h] * features[e, :]. The threads of a head share the features.
+//
 // Launch: attention as spmm. The staging buffer holds slots * Attention<Config>::kStaged words. The kernel
 // attention_weights (launched as attention) writes alpha.
 
@@ -27,13 +30,15 @@ namespace gnnc {
 struct AttentionArgs {
   Runs runs;
   const void* x;
-  int64_t x_stride;      // bytes, a multiple of 16, below 2^32
-  const float* x_scale;  // [num_src], scales of rows of one byte an element
-  const float* a_src;    // [num_src, heads], where Config::kAdditive
-  const float* a_dst;    // [rows, heads], where Config::kAdditive
-  const float* edge;     // [E, heads], where Config::kEdge
-  float2* stats;         // [rows, heads]: maximum logit (times log2 e) and sum of exponentials; or null
-  Staging staging;       // staging buffer for the parts of split rows
+  int64_t x_stride;       // bytes, a multiple of 16, below 2^32
+  const float* x_scale;   // [num_src], scales of rows of one byte an element
+  const float* a_src;     // [num_src, heads], where Config::kAdditive
+  const float* a_dst;     // [rows, heads], where Config::kAdditive
+  const float* edge;      // [E, heads], where Config::kEdge
+  float2* stats;          // [rows, heads]: maximum logit (times log2 e) and sum of exponentials; or null
+  Staging staging;        // staging buffer for the parts of split rows
+  const float* features;  // [E, kFeatures], on 16 bytes
+  float* feature_sums;    // [rows, heads, kFeatures]
 };
 
 // Returns whether each slot of a warp can process a row by itself: the row fits into one pass and has no padding
@@ -53,7 +58,7 @@ __host__ __device__ constexpr Residency attention_residency(Element element, int
 // ReLU; 1: no activation) and kEps (added to the sum of exponentials).
 template <Element kElement_, int kWidth_, int kHeads_, bool kAdditive_, bool kEdge_, class Constants_,
           int kThreads_ = attention_residency(kElement_, kWidth_, kHeads_).threads,
-          int kStep_ = attention_residency(kElement_, kWidth_, kHeads_).step>
+          int kStep_ = attention_residency(kElement_, kWidth_, kHeads_).step, int kFeatures_ = 0>
 struct AttentionConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -63,6 +68,7 @@ struct AttentionConfig {
   using Constants = Constants_;
   static constexpr int kThreads = kThreads_;
   static constexpr int kStep = kStep_;
+  static constexpr int kFeatures = kFeatures_;
 };
 
 // Types and constants of the attention kernels, derived from a configuration.
@@ -84,7 +90,15 @@ struct Attention {
   static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
   static_assert(kWidth % kHeads == 0, "the number of heads must divide the width");
   static constexpr int kColumns = (kStride + 3) / 4 * 4;
-  static constexpr int kStaged = kColumns + (2 * kHeads + 3) / 4 * 4;  // words a slot: sums, then (maximum, sum) a head
+  // kShare: threads of a head. kOwnFeatures: features of an edge that a thread adds up.
+  static constexpr int kFeatures = Config::kFeatures, kAllFeatures = kHeads * kFeatures;
+  static constexpr int kShare = (kHeadStride + Layout::kColumns - 1) / Layout::kColumns;
+  static constexpr int kOwnFeatures = kFeatures > 0 ? kFeatures / kShare : 1;
+  static_assert(kFeatures == 0 || (kBundle && kFeatures % 4 == 0 && kFeatures % kShare == 0),
+                "the threads of a head must share the features of an edge");
+  // Words a slot: sums, then (maximum, sum) a head, then the sums of features.
+  static constexpr int kFirstFeature = kColumns + (2 * kHeads + 3) / 4 * 4;
+  static constexpr int kStaged = kFirstFeature + kAllFeatures;
 
   // Returns a logit after the activation, times log2 e.
   __device__ static float logit(float v) {
@@ -121,10 +135,13 @@ struct AttentionBody {
   static constexpr bool kBundle = A::kBundle, kMasks = true, kWhole = false, kValued = false, kOwns = false;
   static constexpr int kStep = Config::kStep;
 
+  static constexpr int kFeatures = A::kFeatures, kOwnFeatures = A::kOwnFeatures;
+
   struct Extra {
     float source[4];  // a_src of each edge's source
     float edge[4];
     float scale[4];
+    float feature[kFeatures > 0 ? 4 : 1][kOwnFeatures];
   };
 
   const AttentionArgs& a;
@@ -138,11 +155,16 @@ struct AttentionBody {
   float top;          // upper bound of all logits so far, a whole number
   float total;
   typename A::Sum sum;
+  float feature_sum[kOwnFeatures];
 
   __device__ __forceinline__ void clear() {
     top = kNoLogit;
     total = 0.0f;
     sum.clear();
+    if constexpr (kFeatures > 0) {
+#pragma unroll
+      for (int f = 0; f < kOwnFeatures; ++f) feature_sum[f] = 0.0f;
+    }
   }
 
   __device__ __forceinline__ void begin(const Work& work, int which) {
@@ -164,6 +186,9 @@ struct AttentionBody {
       }
       if constexpr (Config::kEdge) e.edge[i] = load_if(there, a.edge + (four.edge + i) * kHeads + head, 0.0f);
       if constexpr (A::kScaled) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
+      if constexpr (kFeatures > 0) {
+        load_features(e.feature[i], there, a.features + (four.edge + i) * kFeatures + first_feature());
+      }
     }
   }
 
@@ -195,6 +220,10 @@ struct AttentionBody {
       const float p = power_of_two(logit[i] - top);
       total = __fadd_rn(total, p);
       w[i] = A::kScaled ? __fmul_rn(p, e.scale[i]) : p;
+      if constexpr (kFeatures > 0) {
+#pragma unroll
+        for (int f = 0; f < kOwnFeatures; ++f) feature_sum[f] = fmaf(p, e.feature[i][f], feature_sum[f]);
+      }
     }
     sum.add(x, w);
   }
@@ -235,7 +264,34 @@ struct AttentionBody {
     end_part<32>(a.runs.split, a.staging, run.slot, join);
   }
 
+  // Returns the first feature that this thread adds up; threads past the last head have any.
+  __device__ __forceinline__ int first_feature() const { return Layout::piece() % A::kShare * kOwnFeatures; }
+
  private:
+  __device__ __forceinline__ static void load_features(float (&v)[kOwnFeatures], bool there, const float* from) {
+    if constexpr (kOwnFeatures % 4 == 0) {
+#pragma unroll
+      for (int f = 0; f < kOwnFeatures; f += 4) {
+        const uint4 four = gather_if(there, reinterpret_cast<const char*>(from + f));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[f + j] = __uint_as_float(word_of(four, j));
+      }
+    } else {
+#pragma unroll
+      for (int f = 0; f < kOwnFeatures; ++f) v[f] = load_if(there, from + f, 0.0f);
+    }
+  }
+
+  // Stores the sums of this thread's features of a row, times a factor, at the sums of its heads; all slots that share
+  // the row store the same values.
+  __device__ __forceinline__ void store_features(float* to, float factor) const {
+    if (Layout::piece() >= kHeads * A::kShare) return;
+#pragma unroll
+    for (int f = 0; f < kOwnFeatures; ++f) {
+      to[head * kFeatures + first_feature() + f] = __fmul_rn(feature_sum[f], factor);
+    }
+  }
+
   __device__ __forceinline__ float raw_logit(const Extra& e, int i) const {
     if constexpr (!Config::kAdditive) return e.edge[i];
     return __fadd_rn(Config::kEdge ? __fadd_rn(e.source[i], e.edge[i]) : e.source[i], own);
@@ -244,7 +300,12 @@ struct AttentionBody {
   __device__ static float sum_of(float p, float q) { return __fadd_rn(p, q); }
 
   __device__ __forceinline__ void raise(float to) {
-    total = __fmul_rn(total, power_of_two(top - to));
+    const float by = power_of_two(top - to);
+    total = __fmul_rn(total, by);
+    if constexpr (kFeatures > 0) {
+#pragma unroll
+      for (int f = 0; f < kOwnFeatures; ++f) feature_sum[f] = __fmul_rn(feature_sum[f], by);
+    }
     sum.lower(static_cast<int>(fminf(to - top, 1000.0f)));
     top = to;
   }
@@ -276,6 +337,11 @@ struct AttentionBody {
     total = sum[0];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) sums[c] = __fmul_rn(sums[c], by);
+    if constexpr (kFeatures > 0) {
+#pragma unroll
+      for (int f = 0; f < kOwnFeatures; ++f) feature_sum[f] = __fmul_rn(feature_sum[f], by);
+      join_slots<Layout, kSlots>(feature_sum, sum_of);
+    }
   }
 
   __device__ __forceinline__ float inverse(const Work& work) const { return A::inverse(total, work.total() > 0); }
@@ -300,7 +366,11 @@ struct AttentionBody {
     if (work.part >= 0) {
       store_staged(staged(work.part), first, A::kColumns, v);
       stats_of(staged(work.part))[head] = make_float2(top, total);
+      if constexpr (kFeatures > 0) store_features(staged(work.part) + A::kFirstFeature, 1.0f);
     } else {
+      if constexpr (kFeatures > 0) {
+        store_features(a.feature_sums + static_cast<int64_t>(row) * A::kAllFeatures, inverse(work));
+      }
       if (a.stats != nullptr) a.stats[static_cast<int64_t>(row) * kHeads + head] = make_float2(top, total);
       Tile tile;
 #pragma unroll
@@ -370,6 +440,7 @@ struct AttentionBody {
         }
       }
     }
+    if constexpr (kFeatures > 0) join_features(split.row, slot, apart, count, whole);
     __syncwarp();  // all threads have read the statistics of the first part before join_stats overwrites them
     join_stats(split.row, slot, apart, count, whole);
     if (!whole) return;
@@ -379,6 +450,25 @@ struct AttentionBody {
       __syncwarp();
       emit_held(split.row);
       __syncwarp();
+    }
+  }
+
+  // Joins the sums of features of the parts of a row.
+  __device__ __forceinline__ void join_features(int32_t row, int32_t slot, int32_t apart, int32_t count,
+                                                bool whole) const {
+#pragma unroll 1
+    for (int column = Layout::lane() * 4; column < A::kAllFeatures; column += 128) {
+      PartOfHead total;
+      const auto load = [&](int32_t which) {
+        const float* part = staged(slot + which * apart);
+        return PartOfHead{__ldcg(stats_of(part) + column / kFeatures), load_staged(part + A::kFirstFeature + column)};
+      };
+      each_part<4>(count, PartOfHead{}, load, [&](const PartOfHead& part) { total.join(part); });
+      const float factor = whole ? A::inverse(total.stat.y, true) : 1.0f;
+      float* to =
+          whole ? a.feature_sums + static_cast<int64_t>(row) * A::kAllFeatures : staged(slot) + A::kFirstFeature;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) to[column + c] = __fmul_rn(total.sum.v[c], factor);
     }
   }
 

@@ -7,6 +7,8 @@
 // Layout: as attention; j has the element type and the layout of x; i, of floats, has its heads on 16 bytes, too. A
 // thread computes the terms of its columns; the threads of a head add them by shuffles, in one order. `Logit` is a
 // functor that the lowering writes: constants(head, column, c), term(i, j, c) and finish(total, edge).
+// With features, the rows at both ends are dot products' (term, finish) and the features have one, too: total = sum of
+// term + sum over f of feature_own[row, h, f] * features[e, f].
 // Traffic: 4 B of col, a row of x and, if it is another, of j an edge; a row of i a row.
 // Floor: the gather; or about 8 instructions a column of 16 bits an edge.
 //
@@ -19,18 +21,22 @@ namespace gnnc {
 
 struct BodyAttentionArgs {
   AttentionArgs attention;
-  const void* own;         // [rows], i
-  int64_t own_stride;      // bytes
-  const void* key;         // [num_src], j, if !kSame
-  int64_t key_stride;      // bytes
-  const float* key_scale;  // [num_src], if !kSame, of rows of one byte an element
-  float* logits;           // [E, heads], written if kStores
+  const void* own;           // [rows], i
+  int64_t own_stride;        // bytes
+  const void* key;           // [num_src], j, if !kSame
+  int64_t key_stride;        // bytes
+  const float* key_scale;    // [num_src], if !kSame, of rows of one byte an element
+  float* logits;             // [E, heads], written if kStores
+  const float* feature_own;  // [rows, heads, kFeatures]
+  int64_t feature_stride;    // floats
 };
 
-__host__ __device__ constexpr Residency body_attention_residency(Element element, int width, int heads) {
+__host__ __device__ constexpr Residency body_attention_residency(Element element, int width, int heads,
+                                                                 int features = 0) {
   const bool bundles = has_bundles(element, width, heads);
   const int held = bundles ? 6 : 2 * width + 128 + 16 * heads;
-  const int threads = kArchitecture < 900 || bytes_of(element) == 1 || !bundles ? 512 : 640;
+  const int usual = kArchitecture < 900 || bytes_of(element) == 1 || features > 0 || !bundles ? 512 : 640;
+  const int threads = features == 0 || bytes_of(element) == 4 ? usual : bytes_of(element) == 1 ? 256 : 384;
   return fitting({threads, 4}, pieces_of(element, heads * head_stride(element, width, heads)), held);
 }
 
@@ -74,6 +80,7 @@ struct BodyAttentionBody : AttentionBody<typename Config::Attention, Epilogue> {
   int column;  // of this thread's first column, in its head
   float own[kColumns];
   float constant[kColumns][kConstants];
+  float feature_own[Base::kOwnFeatures];
 
   // Called once, before the edges.
   __device__ __forceinline__ void open() {
@@ -93,6 +100,14 @@ struct BodyAttentionBody : AttentionBody<typename Config::Attention, Epilogue> {
     row.load(static_cast<const char*>(b.own) + work.row() * b.own_stride + this->head * kHeadBytes, column);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) own[c] = row.v[c];
+    if constexpr (Base::kFeatures > 0) {
+      const int64_t first = work.row() * b.feature_stride + this->head * Base::kFeatures;
+#pragma unroll
+      for (int f = 0; f < Base::kOwnFeatures; ++f) {
+        const float v = __ldg(b.feature_own + first + this->first_feature() + f);
+        feature_own[f] = Layout::piece() < kHeads * kShare ? v : 0.0f;
+      }
+    }
   }
 
   __device__ __forceinline__ void load(Extra& e, const Four& four, const int32_t (&source)[4], uint32_t mask) const {
@@ -115,6 +130,10 @@ struct BodyAttentionBody : AttentionBody<typename Config::Attention, Epilogue> {
     for (int i = 0; i < 4; ++i) {
       const float scale = !A::kScaled ? 1.0f : kSame ? e.scale[i] : e.key_scale[kSame ? 0 : i];
       raw[i] = part(kSame ? x[i] : e.key[kSame ? 0 : i], scale);
+      if constexpr (Base::kFeatures > 0) {
+#pragma unroll
+        for (int f = 0; f < Base::kOwnFeatures; ++f) raw[i] = fmaf(feature_own[f], e.feature[i][f], raw[i]);
+      }
     }
     join(raw);
 #pragma unroll

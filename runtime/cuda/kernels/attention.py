@@ -27,6 +27,10 @@ aten = torch.ops.aten
 
 _ADD, _DOT = 0, 1
 _MAX_WIDTH = 1024
+_PIECE = 16
+"""Bytes of a row that a thread reads."""
+_MOST_FEATURES = 16
+"""Features of an edge that a thread adds up, at most."""
 _MOST_BYTES = 512
 """Bytes of rows that a warp reads in one pass."""
 _OWN_ROWS = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,6 +55,8 @@ class Attend:
             return Decline(f"rows of {plan.width} columns in {plan.heads} heads")
         if plan.kind == _DOT and len(argument_of(node, plan.a_src or 0).meta["val"].shape) < 2:
             return Decline("dot products of single values")
+        if plan.features is not None and _logit(plan, node) is None:
+            return Decline("rows of the logits and of the sum are of two kinds")
         return plan
 
     @staticmethod
@@ -67,6 +73,15 @@ class Attend:
             _Writer(plan, node, emitter).write_with_body(logit)
         else:
             _Writer(plan, node, emitter).write_behind_edge_map()
+
+
+def reads_features(heads: int, columns: int, features: int, dtype: torch.dtype) -> bool:
+    """Return whether the threads of a head share the features of an edge, for rows of a dtype."""
+    piece = _PIECE // dtype.itemsize
+    if features % 4 or heads * columns * dtype.itemsize > _MOST_BYTES or (heads > 1 and columns % piece):
+        return False
+    own, left = divmod(features, -(-columns // piece))
+    return not left and own <= _MOST_FEATURES
 
 
 def _body(plan: attention.Plan) -> str:
@@ -129,6 +144,8 @@ class _Writer:
         self.scale = emitter.optional_vector(optional_argument(node, plan.x_scale))
         self.runs = write_runs(emitter, self.starts, length(self.col), self.x.nbytes)
         self.grid = expr("{}.blocks", self.runs)
+        features = None if plan.features is None else argument_of(node, plan.features)
+        self.features = 0 if features is None else int(shape_of(features)[1])
 
     def write(self) -> None:
         """Write the launches for logits of the sums of two terms, or of given logits."""
@@ -157,6 +174,7 @@ class _Writer:
         arguments = self._arguments([None, None], edge, stats)
         arguments += [pointer(own.tensor), own.stride, pointer(key.tensor), key.stride, pointer(key_scale)]
         arguments.append(pointer(None if weights is None else weights.written))
+        arguments += self._feature_rows()
         config = self._config(additive=False, edge=edge is not None, body=True)
         flags = f"gnnc::Element::{ELEMENTS[own_node.meta['val'].dtype]}, {truth(is_same)}"
         functor = emitter.kernel_set.struct("Logit", logit.text)
@@ -171,14 +189,34 @@ class _Writer:
 
     def _arguments(self, ends: list[Expr | None], edge: Expr | None, stats: Expr | None) -> list[Argument]:
         """Return the members of a ``gnnc::AttentionArgs``."""
-        x, words = self.x, round_up(self.x.columns, 4) + round_up(2 * self.plan.heads, 4)
+        x, plan = self.x, self.plan
+        words = round_up(x.columns, 4) + round_up(2 * plan.heads, 4) + plan.heads * self.features
         return [
             *runs_arguments(self.starts, self.col, self.runs),
             pointer(x.tensor),
             x.stride,
             *map(pointer, (self.scale, *ends, edge, stats)),
             *write_staging(self.emitter, self.runs, words),
+            *map(pointer, self._features()),
         ]
+
+    def _features(self) -> tuple[Expr | None, Expr | None]:
+        """Return the memory of the edge features and of their sums."""
+        plan, emitter = self.plan, self.emitter
+        if plan.feature_sum is None:
+            return None, None
+        total = emitter.allocate(emitter.outputs(self.node)[plan.feature_sum], dense=True)
+        return self._dense_rows(plan.features, self.features), total.written
+
+    def _feature_rows(self) -> list[Argument]:
+        """Return the rows whose dot products with the edge features are in the logits, and their stride."""
+        if self.plan.feature_own is None:
+            return [pointer(None), 0]
+        node, width = argument_of(self.node, self.plan.feature_own), self.plan.heads * self.features
+        return [pointer(self.emitter.matrix(node, width)), self.emitter.row_stride(node, width)]
+
+    def _dense_rows(self, index: int | None, columns: int) -> Expr | None:
+        return None if index is None else self.emitter.dense(argument_of(self.node, index), columns)
 
     def _weights(self) -> tuple[Expr | None, Expr | None]:
         """Return the memory of the attention weights that a node reads, and of the statistics of the rows."""
@@ -221,12 +259,13 @@ class _Writer:
         rows = f"gnnc::Element::{element}, {plan.width}, {plan.heads}"
         residency = ""
         if body:
-            residency = f", gnnc::body_attention_residency({rows}).threads, 4"
+            residency = (
+                f", gnnc::body_attention_residency({rows}, {self.features}).threads, 4, {self.features}"
+            )
         return f"gnnc::AttentionConfig<{rows}, {truth(additive)}, {truth(edge)}, {constants}{residency}>"
 
     def _dense(self, index: int | None) -> Expr | None:
-        node = None if index is None else argument_of(self.node, index)
-        return None if node is None else self.emitter.dense(node, self.plan.heads)
+        return self._dense_rows(index, self.plan.heads)
 
     def _stored_logits(self) -> Expr:
         """Write the launch that stores the logits of every edge; return their memory."""
