@@ -171,6 +171,7 @@ class Target:
         quantized_attention_gradients: whether that kernel reads quantized rows.
         static_features: whether its programs keep the quantized values of arguments that stay the same.
         quantized_columns: columns of the widest FP32 row that a product reads once to quantize; None: any.
+        least_quantized_columns: columns of the narrowest row that a product multiplies as integers.
         narrow_rows: row widths up to which int8 does not pay where edges gather rows.
         sorts_with_loops: whether its sort of edges drops self loops and adds one for every node.
         int32_columns: whether its kernels read the columns of an aggregation as int32.
@@ -203,6 +204,7 @@ class Target:
     quantized_attention_gradients: bool = False
     static_features: bool = False
     quantized_columns: int | None = None
+    least_quantized_columns: int = 0
     narrow_rows: NarrowRows = NarrowRows()
     sorts_with_loops: bool = False
     int32_columns: bool = False

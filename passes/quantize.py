@@ -37,7 +37,7 @@ from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.bf16_narrow_rows import use_bf16_for_narrow_rows
 from gnnc.passes.quantization.bf16_partials import producer, round_partials_to_bf16
-from gnnc.passes.quantization.bf16_wide_inputs import use_bf16_for_wide_input
+from gnnc.passes.quantization.bf16_products import use_bf16_for_product
 from gnnc.passes.quantization.body_products import multiply_low
 from gnnc.passes.quantization.gradients import GradientRounding, GradientScale, Quantized, Rounding
 from gnnc.passes.quantization.logit_rows import logit_rows, read_rounded
@@ -118,7 +118,7 @@ class Quantize:
         ones: dict[Node, Node] = {}
         for node in low:
             if not gradients.nodes:  # a step reads the codes of its features again
-                use_bf16_for_wide_input(node, ctx)
+                use_bf16_for_product(node, ctx)
             use_bf16_for_narrow_rows(node, ctx, _candidates(node), observed.get(node), self.max_error)
             build = _Builder(
                 gm, node, ctx, observed.get(node), self.max_error, node in scaled, gradients, ones

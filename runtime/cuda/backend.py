@@ -43,6 +43,7 @@ TARGET = Target(
     fused_gemm_tn=True,
     static_features=True,
     quantized_columns=6272,
+    least_quantized_columns=32,
     narrow_rows=CUDA_NARROW_ROWS,
     sorts_with_loops=True,
     int32_columns=True,

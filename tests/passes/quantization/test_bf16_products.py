@@ -1,10 +1,11 @@
-"""Products of wide inputs take bf16 where quantization reads them twice, no others do."""
+"""Products of inputs take bf16 where quantization reads them twice, or they are narrow; no others do."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn import GATConv
 
 import gnnc
 from gnnc.passes.assign import Assign
@@ -56,6 +57,28 @@ def test_a_wide_input_takes_bf16(model: nn.Module) -> None:
 def test_rows_that_are_read_once_stay_int8() -> None:
     types, notes = multiplied(Wide(MOST).eval(), torch.randn(9, MOST))
     assert types == ["int8", "int8"] and not any("read twice" in note for note in notes)
+
+
+def test_a_narrow_input_takes_bf16() -> None:
+    least = ON_CUDA.least_quantized_columns
+    types, notes = multiplied(Wide(least - 1).eval(), torch.randn(9, least - 1))
+    assert types == ["bfloat16", "int8"]
+    assert f"bf16, not int8: rows of {least - 1} columns take longer to quantize than to multiply" in notes
+    types, _ = multiplied(Wide(least).eval(), torch.randn(9, least))
+    assert types == ["int8", "int8"]
+
+
+def test_narrow_edge_features_take_bf16() -> None:
+    model = GATConv(40, 40, edge_dim=16, add_self_loops=False).eval()
+    types, notes = multiplied(model, torch.randn(9, 40), torch.randint(9, (2, 50)), torch.randn(50, 16))
+    assert sorted(types) == ["bfloat16", "int8"]
+    assert "bf16, not int8: rows of 16 columns take longer to quantize than to multiply" in notes
+
+
+def test_narrow_rows_that_a_kernel_makes_stay_int8() -> None:
+    model = nn.Sequential(nn.Linear(MOST, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    types, _ = multiplied(model, torch.randn(9, MOST))
+    assert types == ["int8", "int8"]
 
 
 def test_a_backend_without_a_limit_stays_int8(model: nn.Module) -> None:
