@@ -16,10 +16,11 @@
 // The threads of a head divide what is the same for all its columns (head_threads.cuh).
 //
 // Layout: x, j, i and grad of one element type, on 16 bytes; the columns of a head are a power of two of 16-byte
-// pieces, or there is one head. `Logit` is a functor that the lowering writes: of body_attention.cuh, and the
-// derivatives of_own, of_key, of_constants and slope. Traffic: of an edge by rows 4 B of col and a row of x, and of j
-// where that is another; by columns 4 B of col, rows of i and of grad, and 8 heads B. Floor: the gathers; or about 12
-// instructions a column of 16 bits an edge and pass.
+// pieces, or there is one head. `Logit` is a functor that the lowering writes: of body_attention.cuh, the factors left
+// and right of a term, its derivatives of_own, of_key (without the factor `weight`, if kWeighted) and of_constants, and
+// the slope of finish. Traffic: of an edge by rows 4 B of col and a row of x, and of j if that is another; by columns 4
+// B of col, a row of i and one of grad, and 8 heads B. Floor: the gathers; or about 10 instructions a column of 16 bits
+// an edge by rows, and 17 by columns.
 //
 // Launch: as spmm. The staging buffer holds kStaged words a slot.
 
@@ -69,7 +70,7 @@ struct BodyAttentionColumnsArgs {
 
 // The pass by columns keeps rows of two matrices at a time, and more sums.
 __host__ __device__ constexpr Residency body_attention_backward_residency(Element element, int width, bool columns) {
-  return fitting({512, 4}, pieces_of(element, width), 0);
+  return fitting({columns && element == Element::bf16 ? 384 : 512, 4}, pieces_of(element, width), 0);
 }
 
 // Compile-time configuration of both passes. kSame: j is x. kJoined: so it is, and its gradients are added up.
@@ -145,8 +146,9 @@ struct TermColumns {
     float total = 0.0f;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const float term = logit.term(own[c], key[c], constant[c]);
-      total = __fadd_rn(total, kRagged && column + c >= Threads::kHeadWidth ? 0.0f : term);
+      const float left = logit.left(own[c], key[c], constant[c], 1.0f);
+      const float right = logit.right(own[c], key[c], constant[c], 1.0f);
+      if (!kRagged || column + c < Threads::kHeadWidth) total = fmaf(left, right, total);
     }
     return total;
   }
@@ -243,7 +245,7 @@ struct BodyAttentionRows {
   const char* key;
   typename Terms::Row own, grad;
   SumsOfHead sums;
-  float plain[kColumns], dotted[kColumns];  // sums of p g and of p d g
+  float plain[kColumns], dotted[kColumns];  // sums of p g and of p d g, without the weight of their column in g
 
   __device__ __forceinline__ void open() {
     terms.open();
@@ -310,7 +312,7 @@ struct BodyAttentionRows {
       Terms::unpacked(kSame ? x[i] : e.key[kSame ? 0 : i], v);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        const float derivative = terms.logit.of_own(own.v[c], v[c], terms.constant[c]);
+        const float derivative = terms.logit.of_own(own.v[c], v[c], terms.constant[c], 1.0f);
         plain[c] = fmaf(p[i], derivative, plain[c]), dotted[c] = fmaf(pd[i], derivative, dotted[c]);
       }
     }
@@ -321,6 +323,11 @@ struct BodyAttentionRows {
       join_threads<Layout::kSlots>();
     } else {
       join_threads<Layout::kTeam>();
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const float weight = terms.logit.weight(terms.constant[c]);
+      plain[c] = __fmul_rn(plain[c], weight), dotted[c] = __fmul_rn(dotted[c], weight);
     }
     if (Layout::sharer(work.shared) == 0 && Layout::piece() < Layout::kTotal) {
       if (work.part >= 0) {
@@ -531,10 +538,13 @@ struct BodyAttentionColumns {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         sum[0][c] = fmaf(alpha[i], v[c], sum[0][c]);
-        sum[kKey][c] = fmaf(slope[i], terms.logit.of_key(of_row[c], keys[c], terms.constant[c]), sum[kKey][c]);
+        constexpr bool kWeighted = Terms::Logit::kWeighted;  // if not, the slope is the factor
+        const float of_key = terms.logit.of_key(of_row[c], keys[c], terms.constant[c], kWeighted ? slope[i] : 1.0f);
+        const float factor = kWeighted ? terms.logit.weight(terms.constant[c]) : slope[i];
+        sum[kKey][c] = fmaf(of_key, factor, sum[kKey][c]);
         if constexpr (kCount > 0) {
           float g[kCount];
-          terms.logit.of_constants(of_row[c], keys[c], terms.constant[c], g);
+          terms.logit.of_constants(of_row[c], keys[c], terms.constant[c], 1.0f, g);
 #pragma unroll
           for (int n = 0; n < kCount; ++n) sum[kKey + 1 + n][c] = fmaf(slope[i], g[n], sum[kKey + 1 + n][c]);
         }

@@ -14,12 +14,12 @@ from torch.fx import Graph, Node
 from gnnc.errors import UnsupportedError
 from gnnc.ir.body import body_text, body_values, parse_body
 from gnnc.ir.edge_gradients import GivenCotangent
-from gnnc.ir.nodes import argument, first_operand, outputs_of
+from gnnc.ir.nodes import argument, first_operand, outputs_of, unpack
 from gnnc.ir.vjp import Operand, body_gradients, rename_operands
-from gnnc.runtime.cuda.kernels.body_places import Place, flat
+from gnnc.runtime.cuda.kernels.body_places import Place, broadcast, flat
 from gnnc.runtime.cuda.kernels.body_scope import Scope
 from gnnc.runtime.cuda.kernels.edge_body import BodyWriter
-from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
+from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal, truth
 from gnnc.runtime.row_program.build import Refusal
 
 _ROWS = {"i0": "own", "j0": "key"}
@@ -77,13 +77,17 @@ def write_differentiable_logit(body: str, operands: dict[str, torch.Tensor], sca
     except UnsupportedError as error:
         raise Refusal(str(error)) from error
     lines = [
-        *_function("of_own", "float own, float key, const float* c", term["i0"]),
-        *_function("of_key", "float own, float key, const float* c", term["j0"]),
-        "__device__ void of_constants(float own, float key, const float* c, float* g) const {",
+        f"static constexpr bool kWeighted = {truth(term.weight is not None)};",
+        *_function("weight", "const float* c", ([], term.weight or "1.0f")),
+        *_function("left", _TERM, term.factors[0]),
+        *_function("right", _TERM, term.factors[1]),
+        *_function("of_own", _TERM, term.derivatives["i0"]),
+        *_function("of_key", _TERM, term.derivatives["j0"]),
+        f"__device__ void of_constants({_TERM}, float* of) const {{",
         *(
-            f"  {{ {' '.join(statements)} g[{index}] = {value}; }}"
+            f"  {{ {' '.join(statements)} of[{index}] = {value}; }}"
             for index in range(len(logit.constants))
-            for statements, value in [term[f"i{index + 1}"]]
+            for statements, value in [term.derivatives[f"i{index + 1}"]]
         ),
         "}",
         *_function("slope", "float total", (slope[0], f"{slope[1]} * {literal(scale)}")),
@@ -93,6 +97,24 @@ def write_differentiable_logit(body: str, operands: dict[str, torch.Tensor], sca
 
 _Value = tuple[list[str], str]
 """Statements, and the value that they compute."""
+_TERM = "float own, float key, const float* c, float g"
+"""Parameters of a function of a term; derivatives are multiplied by ``g``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """The derivatives of a term, times ``g``.
+
+    Attributes:
+        weight: the constant that the term is a product with, or None: a factor that the derivatives by rows
+            leave out, so that sums of them are multiplied once.
+        factors: two numbers whose product the term is.
+        derivatives: by operand: ``i0``, ``j0``, and ``i1``, ... for the constants.
+    """
+
+    weight: str | None
+    factors: tuple[_Value, _Value]
+    derivatives: dict[str, _Value]
 
 
 def _function(name: str, parameters: str, value: _Value) -> list[str]:
@@ -101,20 +123,57 @@ def _function(name: str, parameters: str, value: _Value) -> list[str]:
     return [f"__device__ float {name}({parameters}) const {{", *(f"  {line}" for line in body), "}"]
 
 
-def _term_derivatives(body: str, constants: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, _Value]:
-    """Return the derivative of a term by each operand: ``i0``, ``j0``, and ``i1``, ... for the constants.
+def _term_derivatives(body: str, constants: tuple[str, ...], shape: tuple[int, ...]) -> _Term:
+    """Return the derivatives of a term.
 
     Constants stand for rows here, since each thread has their values of its columns.
     """
     names = {name: f"i{index + 1}" for index, name in enumerate(constants)}
     terms = rename_operands(_part_of_body(body, before=True), names)
-    read = ("i0", "j0", *names.values())
-    operands = tuple(Operand(name, shape, torch.float32) for name in (*read, "e0"))
-    found = body_gradients(terms, GivenCotangent("e0"), operands, read)
-    texts = {"i0": "own", "j0": "key", "e0": "1.0f"}
+    inner, weight = _without_weight(terms)
+    read = tuple(name for name in ("i0", "j0", *names.values()) if name != weight)
+    every = tuple(Operand(name, shape, torch.float32) for name in ("i0", "j0", *names.values(), "e0"))
+    operands = tuple(operand for operand in every if operand.name != weight)
+    found = body_gradients(inner, GivenCotangent("e0"), operands, read)
+    texts = {"i0": "own", "j0": "key", "e0": "g"}
     texts |= {name: f"c[{index}]" for index, name in enumerate(names.values())}
     place = ("edge", "head", "column")
-    return {name: _derivative(found.get(name), operands, place, texts) for name in read}
+    derivatives = {name: _derivative(found.get(name), operands, place, texts) for name in read}
+    factor = None if weight is None else texts[weight]
+    for name in set(derivatives) - {"i0", "j0"}:
+        statements, value = derivatives[name]
+        derivatives[name] = statements, f"{factor or '1.0f'} * {value}"
+    if weight is not None:
+        statements, value = _derivative(inner, operands, place, texts)
+        derivatives[weight] = statements, f"g * {value}"
+    left, *right = (_derivative(part, every, place, texts) for part in _factors(terms))
+    return _Term(factor, (left, right[0] if right else ([], "1.0f")), derivatives)
+
+
+def _factors(terms: str) -> list[str]:
+    """Return the bodies of both factors of terms that are products, or that of the terms alone."""
+    graph = _copied(terms)
+    factors = _factors_of(outputs_of(graph))
+    return [terms] if factors is None else [_pruned(_copied(terms), factor.name) for factor in factors]
+
+
+def _without_weight(terms: str) -> tuple[str, str | None]:
+    """Return terms without the constant that they are a product with, and its name; None: there is none."""
+    left, right = _factors_of(outputs_of(_copied(terms))) or (None, None)
+    for weight, inner in ((right, left), (left, right)):
+        if weight is None or inner is None or weight.op != "placeholder" or len(weight.users) != 1:
+            continue
+        if weight.target not in _ROWS:
+            return _pruned(_copied(terms), inner.name), str(weight.target)
+    return terms, None
+
+
+def _factors_of(product: object) -> tuple[Node, Node] | None:
+    """Return the factors of a product of two values, or None."""
+    if not isinstance(product, Node) or str(product.target) != "aten.mul.Tensor":
+        return None
+    left, right = unpack(product, "self", "other")
+    return (left, right) if isinstance(left, Node) and isinstance(right, Node) else None
 
 
 def _slope(body: str, shape: tuple[int, ...]) -> _Value:
@@ -136,18 +195,29 @@ def _derivative(
 
 def _part_of_body(body: str, *, before: bool) -> str:
     """Return what a body computes before its sum, or behind it, from the sum as ``i0``."""
-    graph = Graph()
-    graph.output(graph.graph_copy(parse_body(body).graph, {}))
+    graph = _copied(body)
     (total,) = (node for node in graph.nodes if str(node.target) == _SUM)
     if before:
-        graph.output_node().args = (first_operand(total),)
-    else:
-        with graph.inserting_before(total):
-            given = graph.placeholder("i0")
-        total.replace_all_uses_with(given)
-        result = outputs_of(graph)
-        assert isinstance(result, Node)
-        graph.erase_node(total)
+        return _pruned(graph, first_operand(total).name)
+    with graph.inserting_before(total):
+        given = graph.placeholder("i0")
+    total.replace_all_uses_with(given)
+    result = outputs_of(graph)
+    assert isinstance(result, Node)
+    return _pruned(graph, result.name)
+
+
+def _copied(body: str) -> Graph:
+    """Return a copy of the graph of a body."""
+    graph = Graph()
+    graph.output(graph.graph_copy(parse_body(body).graph, {}))
+    return graph
+
+
+def _pruned(graph: Graph, name: str) -> str:
+    """Return the body of a node of a graph, with the operands that it reads."""
+    (result,) = (node for node in graph.nodes if node.name == name)
+    graph.output_node().args = (result,)
     graph.eliminate_dead_code()
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:
@@ -196,7 +266,8 @@ class _LogitWriter(BodyWriter):
         self.loads: dict[str, int] = {}
         inner = Scope()
         term = self.value(terms, ("edge", *self.place), inner)
-        outer = Scope(known={(total, ("edge", *self.place[:-1])): "total"})
+        whole: Place = ("edge", *self.place[:-1])  # ops read one head at its place, too
+        outer = Scope(known={(total, at): "total" for at in (whole, broadcast(whole, self.shapes[total]))})
         self.place = self.place[:-1]
         value = self.value(result, ("edge", *self.place), outer)
         if scale != 1.0:

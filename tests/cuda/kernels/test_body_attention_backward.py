@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gnnc.ir.structure import csr_transpose_reference
 from gnnc.runtime.cuda.driver.nvrtc import resources_of
+from gnnc.runtime.cuda.kernels.logit_body import write_differentiable_logit
 
 GNNC = torch.ops.gnnc
 GATV2 = (
@@ -149,6 +150,15 @@ def test_no_kernel_spills(name: str, shape: tuple[int, int], dtype: torch.dtype,
     text = str(resources_of(program.code[architecture]))
     assert "body_attention_rows" in text and "body_attention_columns" in text
     assert_no_spills(resources_of(program.code[architecture]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", BODIES)
+def test_logits_of_heads_of_any_shape_have_derivatives(name: str, shape: tuple[int, int]) -> None:
+    rows = torch.empty((1, *shape), device="meta")
+    operands = {"i0": rows, "j0": rows, **({"c0": rows} if "c0" in BODIES[name] else {})}
+    text = write_differentiable_logit(BODIES[name], operands, 0.5).text
+    assert f"kWeighted = {'true' if 'c0' in operands else 'false'};" in text
 
 
 @pytest.mark.parametrize(
