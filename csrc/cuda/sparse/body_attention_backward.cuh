@@ -107,7 +107,9 @@ struct TermColumns {
   static constexpr int kCount = Logit::kConstants > 0 ? Logit::kConstants : 1;
   static constexpr int kAll = (Config::kWidth + 3) / 4 * 4;  // columns in the staging buffer
   // Some columns of threads lie in no head.
-  static constexpr bool kRagged = Config::kWidth % kColumns != 0 || Config::kHeads * Threads::kShare != Layout::kPieces;
+  static constexpr bool kRagged = Config::kWidth % kColumns != 0 ||
+                                  Config::kHeads * Threads::kShare != Layout::kPieces ||
+                                  Layout::kTotal != Layout::kPieces;
 
   const Logit& logit;
   int head, column;  // the head of this thread's piece, and the first column of the piece in its head

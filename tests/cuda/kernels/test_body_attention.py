@@ -27,7 +27,20 @@ DISTANCE = (
     "t3 = aten.neg.default(t2); t4 = aten.add.Tensor(t3, e0); return t4"
 )
 DOT = "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); return t1"
-SIZES = ((2, 32), (4, 16), (1, 64), (1, 1), (1, 7), (3, 47), (1, 47), (8, 8), (5, 12), (3, 16), (1, 128))
+SIZES = (
+    (2, 32),
+    (4, 16),
+    (1, 64),
+    (1, 1),
+    (1, 7),
+    (3, 47),
+    (1, 47),
+    (8, 8),
+    (5, 12),
+    (3, 16),
+    (1, 100),
+    (1, 128),
+)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 
 

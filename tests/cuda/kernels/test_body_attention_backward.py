@@ -27,7 +27,20 @@ SQUASHED = (
 )
 """A body whose logits are no linear function of the sum."""
 BODIES = {"gatv2": GATV2, "dot": DOT, "squashed": SQUASHED}
-SHAPES = [(2, 32), (4, 16), (1, 64), (1, 1), (1, 7), (3, 16), (3, 10), (4, 5), (2, 100), (1, 128), (8, 8)]
+SHAPES = [
+    (2, 32),
+    (4, 16),
+    (1, 64),
+    (1, 1),
+    (1, 7),
+    (3, 16),
+    (3, 10),
+    (4, 5),
+    (2, 100),
+    (1, 100),
+    (1, 128),
+    (8, 8),
+]
 """Heads, and columns of each."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
