@@ -89,6 +89,7 @@ def looked_at(kept: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
             given = entry.create(device, "")
             alike = {
                 "narrow_rows": CUDA_NARROW_ROWS,
+                "least_quantized_columns": 0,
                 "tensor_scales": given.name != "cpu",
                 "joint_products": given.name == "cpu",
             }

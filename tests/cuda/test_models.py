@@ -44,12 +44,11 @@ def test_cuda_computes_what_eager_and_the_reference_compute(name: str, precision
     assert "on backend cuda" in str(compiled)
     assert got.is_cuda and error(got, eager) < LIMIT[precision]
     reference = gnnc.compile(model, precision, backend="reference")(*arguments)
-    assert error(got, reference) < {"fp32": 1e-5, "int8": 0.01, "fp8": LIMIT["fp8"]}.get(
-        precision, 0.005
-    )  # a value next to a tie of fp8 moves by 6%
+    # on CUDA products of narrow rows are bf16 in int8 models; a value next to a tie of fp8 moves by 6%
+    assert error(got, reference) < {"fp32": 1e-5, "int8": 0.02, "fp8": LIMIT["fp8"]}.get(precision, 0.005)
     if precision not in ("fp16", "fp8"):
         cpu = gnnc.compile(on_cpu, precision, backend="cpu")(*given())
-        assert error(got, cpu) < {"fp32": 1e-5, "int8": 0.01}.get(precision, 0.005)
+        assert error(got, cpu) < {"fp32": 1e-5, "int8": 0.02}.get(precision, 0.005)
 
 
 @torch.no_grad()

@@ -319,7 +319,14 @@ class Attention:
         stats = torch.empty(graph.num_dst, heads, 2, device="cuda")
         self.operands = (graph, x, heads, a_src, a_dst, edge, x_scale, staging, stats)
         tensors = (x_scale, a_src, a_dst, edge, stats, staging, self.arrived)
-        self.given = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
+        features = 0, 0
+        self.given = [
+            *graph.values(),
+            address(x),
+            x.stride(0) * x.element_size(),
+            *map(address, tensors),
+            *features,
+        ]
         self.arguments = [*self.given, address(self.out)]
         self.grid = graph.runs.blocks
 
