@@ -135,7 +135,7 @@ def compose_moves(
     """
     if any(map(wants_gradient, placeholders(gm))):
         return  # the gradient of a gather is a scatter, which costs more than those of its moves
-    composer = _Composer(builder, sizes, structural)
+    composer, before = _Composer(builder, sizes, structural), set(gm.graph.nodes)
     for node in list(gm.graph.nodes):
         moved = composer.moved(node)
         if moved is None or not moved.moves or moved.index is None:
@@ -150,6 +150,9 @@ def compose_moves(
             continue
         ctx.note(gathered, f"the moves of rows before {node.name} are one gather")
         node.replace_all_uses_with(gathered)
+    for node in reversed(list(gm.graph.nodes)):  # indices of moves that stay may precede their operands
+        if node not in before and not node.users:
+            gm.graph.erase_node(node)
 
 
 def _is_zero(size: Node | int) -> bool:
