@@ -1,15 +1,11 @@
 """Places of elements in the values of a body, as C++ expressions of indices."""
 
-import re
 from math import prod
 from typing import Any
 
 from gnnc.ir.body import EDGES
 from gnnc.runtime.cuda.kernels.epilogue import literal
 from gnnc.runtime.row_program.build import Refusal
-
-_MOVED = re.compile(r"column|\((?P<by>\d+) \+ 1 \* column\)|\(column - (?P<back>\d+)\)")
-"""Index of a column, moved by a constant."""
 
 Place = tuple[str, ...]
 """Indices of an element, one a dimension; that of the edge dimension is ``"edge"``."""
@@ -63,6 +59,9 @@ def number_of(value: Any) -> str:
 
 
 def is_in_vector(index: str) -> bool:
-    """Return whether an index of a row is the column, moved by a multiple of four."""
-    moved = _MOVED.fullmatch(index)
-    return moved is not None and int(moved["by"] or moved["back"] or 0) % 4 == 0
+    """Return whether an index of a row is ``column``, moved by a multiple of four (``slice``, ``cat``)."""
+    if index == "column":
+        return True
+    inner = index.removeprefix("(").removesuffix(")")
+    moved = inner.removesuffix(" + 1 * column").removeprefix("column - ")
+    return moved != inner and moved.isdecimal() and int(moved) % 4 == 0
