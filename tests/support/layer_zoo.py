@@ -1,18 +1,13 @@
 """Layers that ``benchmarks/layers.py`` times, with their arguments and the products that they need."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch_geometric.nn as pyg
+from edge_layers import FEATURES, RELATIONS, WIDTH, MeshBlock, attention, mlp, pna
 from torch import Tensor, nn
 from torch_geometric.utils import scatter
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from edge_layers import FEATURES, RELATIONS, WIDTH, MeshBlock, attention, mlp, pna
 
 
 class MeshNetwork(nn.Module):
