@@ -57,16 +57,30 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 @torch.no_grad()
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", list(LAYERS))
-def test_layers_that_move_rows_are_launches_alone(name: str, precision: str) -> None:
+def test_layers_that_move_rows(name: str, precision: str) -> None:
     make, has_features = LAYERS[name]
     torch.manual_seed(0)
     model = make().eval()
     compiled = gnnc.compile(copy.deepcopy(model).cuda(), precision, backend="cuda")
     for nodes, edges in ((30, 100), (30, 0), (5, 60)):
-        # each loop once: which of several keeps its features is not determined, in PyG's either
-        edge_index = torch.randint(nodes, (2, edges)).unique(dim=1)
-        x, features = torch.randn(nodes, 16), torch.randn(edge_index.shape[1], 4)
-        given = (x, edge_index, features) if has_features else (x, edge_index)
+        given = _arguments(nodes, edges, has_features=has_features)
         got = compiled(*[value.cuda() for value in given])
         assert error(got, model(*given)) < (1e-5 if precision == "fp32" else 1e-2)
-    assert "reads or writes in PyTorch" not in compiled.explain()
+
+
+@pytest.mark.usefixtures("compiler")
+@torch.no_grad()
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_layers_that_move_rows_can_be_replayed(name: str) -> None:
+    make, has_features = LAYERS[name]
+    compiled = gnnc.compile(make().eval(), "fp32", backend="cuda-offline:sm_90")
+    with pytest.raises(gnnc.BackendError, match="for a device that is not here"):
+        compiled(*_arguments(30, 100, has_features=has_features))
+    assert "each call can be replayed as one CUDA graph" in compiled.explain()
+
+
+def _arguments(nodes: int, edges: int, *, has_features: bool) -> tuple[Tensor, ...]:
+    """Return arguments of a layer; each loop once: which of several keeps its features is not determined."""
+    edge_index = torch.randint(nodes, (2, edges)).unique(dim=1)
+    features = torch.randn(edge_index.shape[1], 4)
+    return (torch.randn(nodes, 16), edge_index, *((features,) if has_features else ()))
