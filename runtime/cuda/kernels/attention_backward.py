@@ -1,38 +1,22 @@
 """Lowering of the gradient of attention: a pass over the edges by rows, and one by columns."""
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch.fx import Node
 
 from gnnc.ir.format import RUN_TABLE, Format
-from gnnc.ir.nodes import shape_of
-from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
-from gnnc.runtime.cuda.emitter import CudaEmitter, length, pointer, round_up
-from gnnc.runtime.cuda.formats.tables import runs_arguments, write_columns, write_runs, write_staging
+from gnnc.runtime.cuda.emitter import CudaEmitter, pointer, round_up
+from gnnc.runtime.cuda.formats.tables import write_staging
 from gnnc.runtime.cuda.kernels.column_sum import write_column_sum
-from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal, truth, write_epilogue
-from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap
-from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, Rows, gathered_rows
+from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal, truth
+from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, gathered_rows
+from gnnc.runtime.cuda.kernels.two_passes import MOST_BYTES, TwoPasses, past
 from gnnc.runtime.plans import attention_backward
-from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
+from gnnc.runtime.program.launches import Expr, Operand
 from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import argument_of, optional_argument
 
-_PIECE = 16
-_MOST_BYTES = 512
-"""Bytes of the heads of a launch, at most: what a warp gathers at once."""
 _PART_WORDS = 8
 """Words of a head of a split row: ``gnnc::RowOfHead::kWords``."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Edges:
-    """The edges of a pass, as launches take them: the arguments of a ``gnnc::Runs``, and the run table."""
-
-    arguments: list[Argument]
-    runs: Expr
 
 
 @kernel("fused:attention_backward", backend="cuda", name="attention_backward", priority=10, elements=BYTES)
@@ -48,7 +32,7 @@ class AttentionBackward:
         for dtype in _element_types(plan, node):
             if dtype not in ELEMENTS:
                 return Decline(f"x or grad is {dtype}")
-            if plan.width // plan.heads * dtype.itemsize > _MOST_BYTES:
+            if plan.width // plan.heads * dtype.itemsize > MOST_BYTES:
                 return Decline(f"heads of {plan.width // plan.heads} columns")
         return plan
 
@@ -69,25 +53,21 @@ def _element_types(plan: attention_backward.Plan, node: Node) -> tuple[torch.dty
     return x, grad
 
 
-class _Writer:
+class _Writer(TwoPasses[attention_backward.Plan]):
     """Writer of the launches of one node."""
 
     def __init__(self, plan: attention_backward.Plan, node: Node, emitter: CudaEmitter) -> None:
-        self.plan, self.node, self.emitter = plan, node, emitter
+        super().__init__(plan, node, emitter)
         self.x_node, grad = (argument_of(node, index) for index in plan.ends[2:])
         self.dtypes = _element_types(plan, node)
         self.scales = [emitter.optional_vector(optional_argument(node, index)) for index in plan.scales]
-        self.num_dst, self.num_src = (
-            shape_of(argument_of(node, plan.edges[index]))[0] - 1 for index in (0, 2)
-        )
         self.x, self.grad = (
             gathered_rows(emitter, value, plan.width, plan.heads) for value in (self.x_node, grad)
         )
-        self.head_width = plan.width // plan.heads
         self.ends = [emitter.dense(argument_of(node, index), plan.heads) for index in plan.ends[:2]]
         self.att = [emitter.optional_vector(optional_argument(node, index)) for index in plan.att]
-        self.by_rows = self._edges(plan.edges[0], plan.edges[1], self.x)
-        self.by_columns = self._edges(plan.edges[2], plan.edges[3], self.grad)
+        self.by_rows = self.edges_of(plan.edges[0], plan.edges[1], self.x)
+        self.by_columns = self.edges_of(plan.edges[2], plan.edges[3], self.grad)
         self.da = [
             self._rows(result, rows)
             for result, rows in zip(plan.results[:2], (self.num_dst, self.num_src), strict=True)
@@ -96,97 +76,46 @@ class _Writer:
 
     def write(self) -> None:
         """Write all launches."""
-        group = self._group()
-        if group == self.plan.heads:
-            epilogue, values = write_epilogue(
-                self.plan.program, self.node, self.emitter, self.num_src, self.plan.width
-            )
-            self._launch(0, group, epilogue, values)
-        else:
-            self._by_heads()
+        self.write_passes(self.dtypes)
         for da, result, divisor in zip(self.da, self.plan.results[2:], self.plan.divisors, strict=True):
             if result is not None:
                 self._sum(da, self.emitter.outputs(self.node)[result], divisor)
 
-    def _group(self) -> int:
-        """Return the heads of a launch: all, or one."""
-
-        def fits(dtype: torch.dtype) -> bool:
-            pieces, rest = divmod(self.head_width * dtype.itemsize, _PIECE)
-            is_power = not rest and pieces & (pieces - 1) == 0
-            return is_power and self.plan.width * dtype.itemsize <= _MOST_BYTES
-
-        return self.plan.heads if self.plan.heads == 1 or all(map(fits, self.dtypes)) else 1
-
-    def _by_heads(self) -> None:
-        """Write a launch for each head, to memory of its own, and the row program of whole rows."""
-        emitter, width = self.emitter, self.plan.width
-        dx = emitter.scratch(self.num_src, width, torch.float32)
-        stride = emitter.padded(width, torch.float32)
-        aligned = math.gcd(stride, self.head_width)
-        text = "  float* out;\n  template <class Tile>\n"
-        text += "  __device__ void operator()(Tile& t, int64_t row) const {\n"
-        text += f"    step::store<{aligned}>(t, out + row * {stride});\n  }}\n"
-        epilogue = emitter.kernel_set.struct("Epilogue", text)
-        for head in range(self.plan.heads):
-            address = _past(pointer(dx.written), 4 * head * self.head_width)
-            self._launch(head, 1, epilogue, [address])
-        launch_rowmap(emitter, self.node, dx, "float", stride, self.num_src, width, self.plan.program)
-
-    def _launch(self, head: int, group: int, epilogue: str, values: list[Operand]) -> None:
-        """Write both passes over the edges, for the heads from ``head`` on."""
+    def launch(self, head: int, group: int, epilogue: str, values: list[Operand]) -> None:
+        """Write both passes over the edges, for the ``group`` heads from ``head`` on."""
         emitter, plan = self.emitter, self.plan
         heads = plan.heads
         x, grad = (
-            [_past(pointer(rows.tensor), head * (rows.nbytes // heads)), rows.stride]
+            [past(pointer(rows.tensor), head * (rows.nbytes // heads)), rows.stride]
             for rows in (self.x, self.grad)
         )
         x_scale, grad_scale = map(pointer, self.scales)
         size = argument_of(self.node, plan.ends[0]).meta["val"].dtype.itemsize
-        a_dst, a_src = (_past(pointer(end), size * head) for end in self.ends)
-        da_dst, da_src = (_past(pointer(da.written), 4 * head) for da in self.da)
-        stats = _past(pointer(self.stats.written), 16 * head)
+        a_dst, a_src = (past(pointer(end), size * head) for end in self.ends)
+        da_dst, da_src = (past(pointer(da.written), 4 * head) for da in self.da)
+        stats = past(pointer(self.stats.written), 16 * head)
         config = self._config(group)
         arguments = [*self.by_rows.arguments, *x, x_scale, *grad, grad_scale, a_dst, a_src, stats, da_dst]
         arguments += write_staging(emitter, self.by_rows.runs, _PART_WORDS * group)
         kernel = f"gnnc::attention_rows<{config}>"
         body = f"gnnc::AttentionRowsBody<{config}>"
-        self._emit(kernel, "AttentionRowsArgs", body, _PART_WORDS * group, arguments, [], self.by_rows)
-        att = [
-            pointer(None) if vector is None else _past(pointer(vector), 4 * head * self.head_width)
-            for vector in self.att
-        ]
+        self.emit(kernel, "AttentionRowsArgs", body, _PART_WORDS * group, arguments, [], self.by_rows)
+        att = [self.of_head(vector, head) for vector in self.att]
         words = round_up(group * self.head_width, 4) + round_up(group, 4)
-        given = _past(pointer(self.da[0]), 4 * head)
+        given = past(pointer(self.da[0]), 4 * head)
         arguments = [
             *self.by_columns.arguments,
             *grad,
             *x,
             x_scale,
-            _past(pointer(self.stats), 16 * head),
+            past(pointer(self.stats), 16 * head),
             a_src,
             given,
         ]
         arguments += [*att, da_src, *write_staging(emitter, self.by_columns.runs, words)]
         kernel = f"gnnc::attention_columns<{config}, {epilogue}>"
         body = f"gnnc::AttentionColumnsBody<{config}, {epilogue}>"
-        self._emit(kernel, "AttentionColumnsArgs", body, words, arguments, values, self.by_columns)
-
-    def _emit(
-        self,
-        kernel: str,
-        struct: str,
-        body: str,
-        words: int,
-        arguments: list[Argument],
-        values: list[Operand],
-        edges: _Edges,
-    ) -> None:
-        kernel_set = self.emitter.kernel_set
-        kernel_set.expect(kernel, struct, count_of(arguments))
-        kernel_set.require(kernel, f"{body}::kStaged == {words}", "parts of rows have room")
-        grid = expr("{}.blocks", edges.runs)
-        self.emitter.launch(kernel, grid, [*arguments, *values], block=AS_COMPILED)
+        self.emit(kernel, "AttentionColumnsArgs", body, words, arguments, values, self.by_columns)
 
     def _config(self, group: int) -> str:
         plan = self.plan
@@ -200,12 +129,6 @@ class _Writer:
         sizes = f"{group * self.head_width}, {group}, {plan.heads}"
         elements = ", ".join(f"gnnc::Element::{ELEMENTS[dtype]}" for dtype in self.dtypes)
         return f"gnnc::AttentionBackwardConfig<{elements}, {sizes}, {flags}, {constants}>"
-
-    def _edges(self, rowptr: int, col: int, rows: Rows) -> _Edges:
-        starts = self.emitter.vector(argument_of(self.node, rowptr))
-        columns = write_columns(self.emitter, self.emitter.vector(argument_of(self.node, col)))
-        runs = write_runs(self.emitter, starts, length(columns), rows.nbytes)
-        return _Edges(runs_arguments(starts, columns, runs), runs)
 
     def _rows(self, result: int | None, rows: object) -> Expr:
         """Return the memory of the gradient of one half of the logits."""
@@ -233,8 +156,3 @@ class _Writer:
         out = emitter.allocate(result, dense=True)
         by = emitter.optional_vector(optional_argument(self.node, divisor))
         write_column_sum(emitter, value, members, count, width, out, by)
-
-
-def _past(address: Expr, nbytes: int) -> Expr:
-    """Return an address further on."""
-    return expr("{} + {}", address, nbytes) if nbytes else address

@@ -1,41 +1,27 @@
 """Lowering of the gradient of attention whose logits a body computes: a pass by rows, and one by columns."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from gnnc.ir.format import RUN_TABLE, Format
-from gnnc.ir.nodes import shape_of
-from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
-from gnnc.runtime.cuda.emitter import CudaEmitter, length, pointer, round_up
-from gnnc.runtime.cuda.formats.tables import runs_arguments, write_columns, write_runs, write_staging
+from gnnc.runtime.cuda.emitter import CudaEmitter, pointer, round_up
+from gnnc.runtime.cuda.formats.tables import write_staging
 from gnnc.runtime.cuda.kernels.column_sum import write_column_sum
-from gnnc.runtime.cuda.kernels.epilogue import literal, truth, write_epilogue
+from gnnc.runtime.cuda.kernels.epilogue import literal, truth
 from gnnc.runtime.cuda.kernels.logit_body import Logit, write_differentiable_logit
-from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap
-from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, Rows, gathered_rows
+from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, gathered_rows
+from gnnc.runtime.cuda.kernels.two_passes import MOST_BYTES, TwoPasses, past
 from gnnc.runtime.plans import body_attention_backward
-from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
+from gnnc.runtime.program.launches import Argument, Expr, Operand
 from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import Refusal, argument_of, optional_argument
 
-_PIECE = 16
-_MOST_BYTES = 512
-"""Bytes of the heads of a launch, at most: what a warp gathers at once."""
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_CONSTANTS = 1
 """Constants of a body whose gradients a thread has registers for."""
 _DST, _SRC, _X, _GRAD = range(4)
-
-
-@dataclass(frozen=True, slots=True)
-class _Edges:
-    """The edges of a pass, as launches take them: the arguments of a ``gnnc::Runs``, and the run table."""
-
-    arguments: list[Argument]
-    runs: Expr
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +51,7 @@ class BodyAttentionBackward:
         dtype = argument_of(node, plan.ends[_X]).meta["val"].dtype
         if dtype not in _FLOATS:
             return Decline(f"rows are {dtype}")
-        if plan.width // plan.heads * dtype.itemsize > _MOST_BYTES:
+        if plan.width // plan.heads * dtype.itemsize > MOST_BYTES:
             return Decline(f"heads of {plan.width // plan.heads} columns")
         if any(argument_of(node, index).meta["val"].dtype != torch.float32 for index in plan.constants):
             return Decline("a constant of the logits is not float32")
@@ -95,22 +81,18 @@ def _logit(plan: body_attention_backward.Plan, node: Node) -> Logit:
     return write_differentiable_logit(plan.logit, {"i0": rows, "j0": rows, **constants}, plan.scale)
 
 
-class _Writer:
+class _Writer(TwoPasses[body_attention_backward.Plan]):
     """Writer of the launches of one node."""
 
     def __init__(self, plan: body_attention_backward.Plan, node: Node, emitter: CudaEmitter) -> None:
-        self.plan, self.node, self.emitter = plan, node, emitter
+        super().__init__(plan, node, emitter)
         ends = [argument_of(node, index) for index in plan.ends]
         self.dtype = ends[_X].meta["val"].dtype
         self.is_same = ends[_SRC] is ends[_X]
-        self.num_dst, self.num_src = (
-            shape_of(argument_of(node, plan.edges[index]))[0] - 1 for index in (0, 2)
-        )
-        self.head_width = plan.width // plan.heads
         rows = {end: gathered_rows(emitter, end, plan.width, plan.heads) for end in dict.fromkeys(ends)}
         self.ends = [rows[end] for end in ends]
-        self.by_rows = self._edges(plan.edges[0], plan.edges[1], self.ends[_X])
-        self.by_columns = self._edges(plan.edges[2], plan.edges[3], self.ends[_GRAD])
+        self.by_rows = self.edges_of(plan.edges[0], plan.edges[1], self.ends[_X])
+        self.by_columns = self.edges_of(plan.edges[2], plan.edges[3], self.ends[_GRAD])
         self.logit = _logit(plan, node)
         self.members = [
             emitter.vector(argument_of(node, plan.constants[int(name[1:])])) for name in self.logit.constants
@@ -125,80 +107,48 @@ class _Writer:
 
     def write(self) -> None:
         """Write all launches."""
-        group = self._group()
-        if group == self.plan.heads:
-            epilogue, values = write_epilogue(
-                self.plan.program, self.node, self.emitter, self.num_src, self.plan.width
-            )
-            self._launch(0, group, epilogue, values)
-        else:
-            self._by_heads()
+        self.write_passes([self.dtype])
         if self.dconst is not None:
             self._sum(self.dconst)
 
-    def _group(self) -> int:
-        """Return the heads of a launch: all, or one."""
-        pieces, rest = divmod(self.head_width * self.dtype.itemsize, _PIECE)
-        is_power = not rest and pieces & (pieces - 1) == 0
-        fits = is_power and self.plan.width * self.dtype.itemsize <= _MOST_BYTES
-        return self.plan.heads if self.plan.heads == 1 or fits else 1
-
-    def _by_heads(self) -> None:
-        """Write a launch for each head, to memory of its own, and the row program of whole rows."""
-        emitter, width = self.emitter, self.plan.width
-        dx = emitter.scratch(self.num_src, width, torch.float32)
-        stride = emitter.padded(width, torch.float32)
-        aligned = math.gcd(stride, self.head_width)
-        text = "  float* out;\n  template <class Tile>\n"
-        text += "  __device__ void operator()(Tile& t, int64_t row) const {\n"
-        text += f"    step::store<{aligned}>(t, out + row * {stride});\n  }}\n"
-        epilogue = emitter.kernel_set.struct("Epilogue", text)
-        for head in range(self.plan.heads):
-            self._launch(head, 1, epilogue, [self._of_head(dx.written, head)])
-        launch_rowmap(emitter, self.node, dx, "float", stride, self.num_src, width, self.plan.program)
-
-    def _of_head(self, memory: Expr | None, head: int) -> Expr:
-        """Return the address of a head in the first of dense rows of floats."""
-        return _past(pointer(memory), 4 * head * self.head_width) if memory is not None else pointer(None)
-
-    def _launch(self, head: int, group: int, epilogue: str, values: list[Operand]) -> None:
-        """Write both passes over the edges, for the heads from ``head`` on."""
+    def launch(self, head: int, group: int, epilogue: str, values: list[Operand]) -> None:
+        """Write both passes over the edges, for the ``group`` heads from ``head`` on."""
         emitter, plan = self.emitter, self.plan
         config = self._config(head, group)
         ends: list[Argument] = []
         for end in (_X, _SRC, _DST, _GRAD):
             rows = self.ends[end]
-            ends += [_past(pointer(rows.tensor), head * (rows.nbytes // plan.heads)), rows.stride]
-        members: list[Operand] = [self._of_head(member, head) for member in self.members]
+            ends += [past(pointer(rows.tensor), head * (rows.nbytes // plan.heads)), rows.stride]
+        members: list[Operand] = [self.of_head(member, head) for member in self.members]
         members = members or [pointer(None)]
         columns = round_up(group * self.head_width, 4)
         words = 2 * columns + 4 * group
         arguments: list[Argument] = [
             *self.by_rows.arguments,
             *ends,
-            _past(pointer(self.stats.written), 8 * head),
-            self._of_head(self.down.memory.written, head),
+            past(pointer(self.stats.written), 8 * head),
+            self.of_head(self.down.memory.written, head),
             self.down.stride,
             self._divisor(0),
             *write_staging(emitter, self.by_rows.runs, words),
         ]
         kernel, body = f"gnnc::body_attention_rows<{config}>", f"gnnc::BodyAttentionRows<{config}>"
-        self._emit(kernel, "BodyAttentionRowsArgs", body, words, arguments, members, self.by_rows)
+        self.emit(kernel, "BodyAttentionRowsArgs", body, words, arguments, members, self.by_rows)
         dconst, constants = (None, 0) if self.dconst is None else (self.dconst.written, len(plan.constants))
         words = ((1 if plan.joined else 2) + constants) * columns
         dkey, stride = (
             (pointer(None), 0)
             if self.dkey is None
-            else (self._of_head(self.dkey.memory.written, head), self.dkey.stride)
+            else (self.of_head(self.dkey.memory.written, head), self.dkey.stride)
         )
         arguments = [
             *self.by_columns.arguments,
             *ends,
-            _past(pointer(self.stats), 8 * head),
+            past(pointer(self.stats), 8 * head),
             dkey,
             stride,
             self._divisor(1),
-            self._of_head(dconst, head),
+            self.of_head(dconst, head),
             len(plan.constants) * plan.width,
             plan.width,
             *write_staging(emitter, self.by_columns.runs, words),
@@ -206,28 +156,12 @@ class _Writer:
         kernel = f"gnnc::body_attention_columns<{config}, {epilogue}>"
         body = f"gnnc::BodyAttentionColumns<{config}, {epilogue}>"
         members = [*members, *values]
-        self._emit(kernel, "BodyAttentionColumnsArgs", body, words, arguments, members, self.by_columns)
+        self.emit(kernel, "BodyAttentionColumnsArgs", body, words, arguments, members, self.by_columns)
 
     def _divisor(self, result: int) -> Expr:
         """Return the address of the number that divides ddst, dsrc or dconst, or null."""
         number = optional_argument(self.node, self.plan.divisors[result])
         return pointer(self.emitter.optional_vector(number))
-
-    def _emit(
-        self,
-        kernel: str,
-        struct: str,
-        body: str,
-        words: int,
-        arguments: list[Argument],
-        values: list[Operand],
-        edges: _Edges,
-    ) -> None:
-        kernel_set = self.emitter.kernel_set
-        kernel_set.expect(kernel, struct, count_of(arguments))
-        kernel_set.require(kernel, f"{body}::kStaged == {words}", "parts of rows have room")
-        grid = expr("{}.blocks", edges.runs)
-        self.emitter.launch(kernel, grid, [*arguments, *values], block=AS_COMPILED)
 
     def _config(self, head: int, group: int) -> str:
         plan = self.plan
@@ -238,12 +172,6 @@ class _Writer:
         sizes = f"{group * self.head_width}, {group}, {plan.heads}"
         element = f"gnnc::Element::{ELEMENTS[self.dtype]}"
         return f"gnnc::BodyAttentionBackwardConfig<{element}, {sizes}, {flags}, {constants}, {logit}>"
-
-    def _edges(self, rowptr: int, col: int, rows: Rows) -> _Edges:
-        starts = self.emitter.vector(argument_of(self.node, rowptr))
-        columns = write_columns(self.emitter, self.emitter.vector(argument_of(self.node, col)))
-        runs = write_runs(self.emitter, starts, length(columns), rows.nbytes)
-        return _Edges(runs_arguments(starts, columns, runs), runs)
 
     def _result(self, result: int | None, rows: object) -> _Result:
         """Return the rows of the gradient of one end: of the caller, or of the node alone."""
@@ -268,8 +196,3 @@ class _Writer:
         count, out = emitter.size(self.num_src), emitter.allocate(result, dense=True)
         by = emitter.optional_vector(optional_argument(self.node, plan.divisors[2]))
         write_column_sum(emitter, value, [pointer(dconst)], count, width, out, by)
-
-
-def _past(address: Expr, nbytes: int) -> Expr:
-    """Return an address further on."""
-    return expr("{} + {}", address, nbytes) if nbytes else address
