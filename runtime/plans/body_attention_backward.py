@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, operand, result_index, unpack
+from gnnc.ir.nodes import argument, operand
+from gnnc.runtime.plans.attention_backward import found_results, read_edges, read_results
 from gnnc.runtime.plans.converted_rows import read_rows
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
@@ -54,23 +55,15 @@ def plan(node: Node) -> Plan:
     ends = [read_rows(inner, operand(anchor, name)) for name in _ENDS]
     if len({end.dtype for end in ends}) > 1 or any(end.scale is not None for end in ends):
         raise Refusal(f"rows of both ends are {', '.join(str(end.dtype) for end in ends)}")
-    found = {result_index(user): user for user in anchor.users}
-    if 0 not in found:
-        raise Refusal("the gradient of x is not read")
+    found = found_results(anchor)
     quotients = [
         build.read_division(inner, found[index]) if index in found else (None, None) for index in _OTHERS
     ]
     parts = [quotient for quotient, _ in quotients]
-    numbers = tuple(None if part is None else inner.results.get(part) for part in parts)
-    inner.results = {value: index for value, index in inner.results.items() if value not in parts}
-    covered = {anchor, *found.values(), *(part for part in parts if part is not None)}
-    covered |= {node for end in ends for node in end.conversions}
-    program = build.build(inner, build.read_chain(inner, found[0]), covered)
+    numbers, program = read_results(inner, found, parts, ends)
     x = operand(anchor, "x").meta["val"]
     return Plan(
-        edges=tuple(
-            inner.operand(n, "the CSR") for n in unpack(anchor, "rowptr", "col", "rowptr_t", "col_t")
-        ),
+        edges=read_edges(inner, anchor),
         ends=tuple(inner.operand(end.values, "an end of the edges") for end in ends),
         logit=str(argument(anchor, "logit")),
         constants=tuple(inner.operand(n, "a constant of the body") for n in argument(anchor, "const")),
