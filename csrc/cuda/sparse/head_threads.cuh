@@ -53,22 +53,8 @@ struct HeadThreads {
 
   // Adds up what the threads of a head have of each of four edges; each gets the sums of its own edges.
   __device__ __forceinline__ static void add_up(float (&v)[4], float (&out)[kOwn]) {
-    int count = 4;
-#pragma unroll
-    for (int apart = 1; apart < kShare; apart *= 2) {
-      const bool upper = Layout::lane() & apart;
-      if (count == 1) {
-        v[0] += __shfl_xor_sync(0xffffffffu, v[0], apart);
-        continue;
-      }
-      count /= 2;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i >= count) continue;
-        const float other = __shfl_xor_sync(0xffffffffu, upper ? v[i] : v[i + count], apart);
-        v[i] = (upper ? v[i + count] : v[i]) + other;
-      }
-    }
+    int first;
+    share_sums<kShare, Layout>(v, first);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) out[i] = v[i];
   }

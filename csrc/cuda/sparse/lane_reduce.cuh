@@ -204,4 +204,30 @@ struct PairExtremes {
   }
 };
 
+// Adds up what kShare neighbouring threads, a power of two, have of each of four edges: each step halves the number of
+// edges that a thread sums, as long as there are several. v: the sums of this thread's edges. Returns their number;
+// first: the first one.
+template <int kShare, class Layout, class T>
+__device__ __forceinline__ int share_sums(T (&v)[4], int& first) {
+  int count = 4;
+  first = 0;
+#pragma unroll
+  for (int apart = 1; apart < kShare; apart *= 2) {
+    const bool upper = Layout::lane() & apart;
+    if (count == 1) {
+      v[0] += __shfl_xor_sync(0xffffffffu, v[0], apart);
+      continue;
+    }
+    count /= 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i >= count) continue;
+      const T other = __shfl_xor_sync(0xffffffffu, upper ? v[i] : v[i + count], apart);
+      v[i] = (upper ? v[i + count] : v[i]) + other;
+    }
+    if (upper) first += count;
+  }
+  return count;
+}
+
 }  // namespace gnnc

@@ -138,30 +138,14 @@ struct SddmmBody {
     }
   }
 
-  // Computes the dot products of four edges. The threads that share a head reduce the products by shuffles: each step
-  // halves the number of edges that a thread sums, as long as there are several.
+  // Computes the dot products of four edges.
   __device__ __forceinline__ void dots(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
     const bool counts = pass * Layout::kPieces + Layout::piece() < Layout::kTotal;
     Sum v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = counts ? product(x[i]) : Sum{0};
-    int first = 0, count = 4;
-#pragma unroll
-    for (int apart = 1; apart < kShare; apart *= 2) {
-      const bool upper = Layout::lane() & apart;
-      if (count == 1) {
-        v[0] += __shfl_xor_sync(0xffffffffu, v[0], apart);
-        continue;
-      }
-      count /= 2;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i >= count) continue;
-        const Sum other = __shfl_xor_sync(0xffffffffu, upper ? v[i] : v[i + count], apart);
-        v[i] = (upper ? v[i + count] : v[i]) + other;
-      }
-      if (upper) first += count;
-    }
+    int first;
+    const int count = share_sums<kShare, Layout>(v, first);
     if (Layout::lane() % kShare >= 4) return;
     const int head = kHeads == 1 ? 0 : Layout::piece() / kShare;
     if (head >= kHeads) return;  // these threads lie past the row
