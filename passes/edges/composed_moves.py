@@ -49,7 +49,7 @@ class _Composer:
         builder: inserts the indices.
         sizes: the sizes of the graph.
         structural: nodes that depend on the graph alone.
-        found: what is known of each node.
+        found: moves of each node that has been read; None where it is the result of none.
     """
 
     builder: NodeBuilder

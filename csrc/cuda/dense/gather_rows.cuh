@@ -3,8 +3,8 @@
 // gather_rows: rows of a matrix, picked by ids (aten.index_select): the values of edges in another order of the edges.
 //
 // Layout: rows of kPieces pieces, kStride pieces apart; the result is dense. A thread copies one piece. An id that
-// names no row stops the program, as in PyTorch. Traffic: the ids once for every piece, from L1; a row in, by sectors
-// of 32 bytes, and out. Floor: these bytes at copy bandwidth.
+// names no row stops the program, as in PyTorch. Traffic: ids once for every piece, from L1; rows are read in sectors
+// of 32 bytes, and written once. Floor: the time of a copy of these bytes.
 //
 // Launch: a thread for each piece of the result, in blocks of 256.
 

@@ -1,16 +1,17 @@
 #pragma once
 
-// edge_sum_values and edge_sum_products: sums over all edges of the values of a body, or of the products a^T b of two
-// of its values (the sides), which are the gradients of biases and weights inside of it. Nothing is stored for an edge.
+// edge_sum_values and edge_sum_products: sums over all edges of the values of a body, or of products a^T b of two
+// values (the sides) of a body. They are the gradients of biases and weights inside the body. No value of an edge is
+// stored.
 //
 // Layout: the sides are rows in the shared memory of a tile (edge_stages.cuh): the edges of a tile are the terms of a
 // product on the tensor cores, whose fragments threads read from different banks, as kPitch is an odd multiple of 8.
 // FP32 values are multiplied as two TF32 values each. The warps of a block lie on the fragments of the product as a
 // grid of kDown by kAcross. Where that is one warp, every warp adds up the products of its own edges. Otherwise all
 // warps take the edges of all of them: the sums of a large product are spread over the registers of a block. Traffic:
-// what the body reads, once; 4 B an element of the result out, for every block or warp, which sum_parts adds up in a
-// fixed order: no atomics, the same bits in every call. Floor: what the body reads, at copy bandwidth, or its products;
-// six words of shared memory a fragment and 8 edges, fewer where a warp has several fragments.
+// operands of the body once; 4 B an element of a partial result for every block or warp, which sum_parts adds up in a
+// fixed order: no atomics, the same bits in every call. Floor: the operands at copy bandwidth, or the products; shared
+// memory gives six words a fragment and 8 edges, fewer where a warp has several fragments.
 //
 // Launch: any number of blocks of Body::kWarps warps and EdgeTile<Body>::kBytes of dynamic shared memory. The part
 // buffer holds a result for every block, or for every warp where these sum apart.
