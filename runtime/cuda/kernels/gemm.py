@@ -230,11 +230,9 @@ class Cublas:
     @staticmethod
     def plan(node: Node) -> gemm.Plan | Decline:
         """Take float products."""
-        plan = single(node)
+        plan = single_float(node)
         if isinstance(plan, Decline):
             return plan
-        if plan.mode != gemm.FLOAT:
-            return Decline("only float32 products")
         reason = why_no_sums(plan.program, plan.width)
         if reason is not None:
             return Decline(reason)
@@ -295,6 +293,14 @@ def single(node: Node) -> gemm.Plan | Decline:
     plan = gemm.plan(node)
     if not isinstance(plan, Decline) and len(plan.weights) > 1:
         return Decline("one product a launch")
+    return plan
+
+
+def single_float(node: Node) -> gemm.Plan | Decline:
+    """Return the plan of one product of FP32 values."""
+    plan = single(node)
+    if not isinstance(plan, Decline) and plan.mode != gemm.FLOAT:
+        return Decline("only float32 products")
     return plan
 
 

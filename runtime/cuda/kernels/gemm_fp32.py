@@ -9,7 +9,7 @@ from torch.fx import Node
 from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, lanes_for, pointer, round_up
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, scales_of, write_epilogue
-from gnnc.runtime.cuda.kernels.gemm import MAX_SHARED, single
+from gnnc.runtime.cuda.kernels.gemm import MAX_SHARED, single_float
 from gnnc.runtime.plans import gemm
 from gnnc.runtime.program.launches import Expr
 from gnnc.runtime.registry import BYTES, Decline, kernel
@@ -77,11 +77,9 @@ class GemmFp32:
     @staticmethod
     def plan(node: Node) -> gemm.Plan | Decline:
         """Take float products whose rows fit into a block."""
-        plan = single(node)
+        plan = single_float(node)
         if isinstance(plan, Decline):
             return plan
-        if plan.mode != gemm.FLOAT:
-            return Decline("only float32 products")
         forms = [out.form for out in plan.program.outs]
         if "sum" in forms or forms.count("scalar") > 1:
             return Decline("it sums all rows, or finds two scales of them")
