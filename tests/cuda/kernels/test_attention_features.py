@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from attention_rows import random_rows, weighted_sum, widened
 from cuda_cases import assert_no_spills
 from kernel_graphs import GRAPHS, Graph, relative_error, star
 from one_op import fused_program_of, run_fused_on_cuda
@@ -37,14 +38,6 @@ class Case:
 
     def function(self) -> Callable[..., Any]:
         """Return the ops of the layer."""
-        quantized = self.dtype == torch.int8
-
-        def widened(rows: Tensor, scale: Tensor) -> Tensor:
-            if self.dtype == torch.float32:
-                return rows
-            return (
-                GNNC.dequantize(rows, scale, "row") if quantized else ATEN._to_copy(rows, dtype=torch.float32)
-            )
 
         def call(
             rowptr: Tensor,
@@ -61,10 +54,7 @@ class Case:
             term = GNNC.edge_map(rowptr, col, feature_dot(SCALE), [feature_own], [], [features], [])
             alpha = GNNC.edge_softmax(rowptr, dot + term)
             rows = own.shape[0]
-            if quantized:
-                result = GNNC.qspmm(rowptr, col, alpha, x, x_scale, None, "sum", rows)
-            else:
-                result = GNNC.spmm(rowptr, col, alpha, x, "sum", rows)
+            result = weighted_sum(rowptr, col, alpha, x, x_scale, rows)
             edges = [features, ATEN.reshape(alpha, [-1, self.heads, 1])]
             return result, GNNC.message(rowptr, col, FEATURE_SUM, "sum", [], [], edges, [], rows)
 
@@ -73,18 +63,11 @@ class Case:
     def values(self, g: Graph) -> tuple[Tensor, ...]:
         """Return random operands."""
         shape = (g.num_src, self.heads, self.each)
-        rows, scales = [], []
-        for _ in range(2):
-            if self.dtype == torch.int8:
-                rows.append(torch.randint(-127, 128, shape, dtype=torch.int8))
-                scales.append(torch.rand(g.num_src) / 100)
-            else:
-                rows.append(torch.randn(shape).to(self.dtype))
-                scales.append(torch.ones(g.num_src))
+        x, key = random_rows(shape, self.dtype), random_rows(shape, self.dtype)
         own = torch.randn(g.num_dst, *shape[1:])
         feature_own = torch.randn(g.num_dst, self.heads, self.features)
         features = torch.randn(g.num_edges, self.features)
-        return g.rowptr, g.col, own, rows[0], scales[0], rows[1], scales[1], feature_own, features
+        return g.rowptr, g.col, own, *x, *key, feature_own, features
 
     def expected(self, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return both results in float64."""

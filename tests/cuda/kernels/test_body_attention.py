@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from attention_rows import random_rows, weighted_sum, widened
 from cuda_cases import assert_no_spills
 from kernel_graphs import GRAPHS, Graph, relative_error, star
 from one_op import fused_program_of, run_fused_on_cuda
@@ -17,7 +18,6 @@ from gnnc.ir.sparse import edge_softmax_reference, spmm_reference
 from gnnc.runtime.cuda.driver.nvrtc import resources_of
 
 GNNC = torch.ops.gnnc
-ATEN = torch.ops.aten
 GATV2 = (
     "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu.default(t0, 0.2); t2 = aten.mul.Tensor(t1, c0); "
     "t3 = aten.sum.dim_IntList(t2, [2]); return t3"
@@ -68,14 +68,6 @@ class Case:
 
     def function(self) -> Callable[..., Any]:
         """Return the ops of the layer."""
-        quantized = self.dtype == torch.int8
-
-        def widened(rows: Tensor, scale: Tensor) -> Tensor:
-            if self.dtype == torch.float32:
-                return rows
-            if quantized:
-                return GNNC.dequantize(rows, scale, "row")
-            return ATEN._to_copy(rows, dtype=torch.float32)
 
         def call(
             rowptr: Tensor,
@@ -97,10 +89,7 @@ class Case:
                 logits = GNNC.sddmm(rowptr, col, own, read, "dot") / 4.0
             alpha = GNNC.edge_softmax(rowptr, logits)
             rows = own.shape[0]
-            if quantized:
-                result = GNNC.qspmm(rowptr, col, alpha, x, x_scale, None, "sum", rows)
-            else:
-                result = GNNC.spmm(rowptr, col, alpha, x, "sum", rows)
+            result = weighted_sum(rowptr, col, alpha, x, x_scale, rows)
             return (result, alpha) if self.alpha else (result,)
 
         return call
@@ -108,17 +97,10 @@ class Case:
     def values(self, g: Graph) -> tuple[Tensor, ...]:
         """Return random operands."""
         shape = (g.num_src, self.heads, self.each)
-        rows, scales = [], []
-        for _ in range(2):
-            if self.dtype == torch.int8:
-                rows.append(torch.randint(-127, 128, shape, dtype=torch.int8))
-                scales.append(torch.rand(g.num_src) / 100)
-            else:
-                rows.append(torch.randn(shape).to(self.dtype))
-                scales.append(torch.ones(g.num_src))
+        x, key = random_rows(shape, self.dtype), random_rows(shape, self.dtype)
         own = torch.randn(g.num_dst, *shape[1:])
         edge, att = torch.randn(g.num_edges, self.heads), torch.randn(1, *shape[1:])
-        return g.rowptr, g.col, own, rows[0], scales[0], rows[1], scales[1], edge, att
+        return g.rowptr, g.col, own, *x, *key, edge, att
 
     def expected(self, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return the result and the attention weights, in float64."""
