@@ -213,7 +213,8 @@ void rows_of(const AttentionRowsArgs& a, int64_t row_begin, int64_t row_end) {
     const RowBuffers b{p, p + room, p + 2 * room};
     const OwnRow grad = own_row<T>(n.grad, row, n.width, own);
     const Segment s = segment(n.csr, begin, begin + edges, n.width * static_cast<int64_t>(sizeof(T)));
-    std::fill(b.ends + flat / kLanes * kLanes, b.ends + whole(flat), 0.0f);
+    // Lanes past the last edge have a weight of 0, and what they hold must be finite.
+    for (float* each : {b.ends, b.dots}) std::fill(each + flat / kLanes * kLanes, each + whole(flat), 0.0f);
     const bool periodic = with_heads(n.heads, [&]<int H>() { pass.template edges<H>(row, s, grad, b); });
     if (!periodic) pass.template edges<0>(row, s, grad, b);
   }

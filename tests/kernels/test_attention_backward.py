@@ -130,12 +130,13 @@ def test_rows_are_read_in_eight_bits(name: str, heads: int, width: int, parts: s
         assert relative_error(part, expected, each) < 2e-5
 
 
-def test_a_row_that_is_not_finite_taints_no_other() -> None:
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8, 16])
+def test_a_row_that_is_not_finite_taints_no_other(heads: int) -> None:
     """The scale of such a row is not finite; rows of other destinations stay right."""
     torch.manual_seed(0)
     g = GRAPHS["random"]()
-    halves = torch.randn(g.num_dst, 4), torch.randn(g.num_src, 4)
-    (x, x_scale, _), (grad, grad_scale, _) = (quantized(n, 4, 16) for n in (g.num_src, g.num_dst))
+    halves = torch.randn(g.num_dst, heads), torch.randn(g.num_src, heads)
+    (x, x_scale, _), (grad, grad_scale, _) = (quantized(n, heads, 16) for n in (g.num_src, g.num_dst))
     clean = run(g, (*halves, x, grad), (None, None), scales=(x_scale, grad_scale))
     reads = torch.zeros(g.num_dst, dtype=torch.bool)
     reads[g.dst()[g.col == 7]] = True
@@ -147,9 +148,10 @@ def test_a_row_that_is_not_finite_taints_no_other() -> None:
 def run_once(g: Graph, ends: tuple[Tensor, ...], scales: tuple[Tensor, Tensor]) -> Tensor:
     """Return the gradient of a_dst."""
     a_dst, a_src, x, grad = ends
-    da_dst, statistics = torch.empty_like(a_dst), torch.empty(g.num_dst, 4, a_dst.shape[1])
+    heads = a_dst.shape[1]
+    da_dst, statistics = torch.empty_like(a_dst), torch.empty(g.num_dst, 4, heads)
     rows = [padded_int8(t.reshape(t.shape[0], -1)) for t in (x, grad)]
-    last = (SLOPE, EPS, a_dst.shape[1], da_dst, statistics)
+    last = (SLOPE, EPS, heads, da_dst, statistics)
     ops().attention_backward_rows(g.rowptr, g.col, a_dst, a_src, *rows, *scales, *last)
     return da_dst
 
