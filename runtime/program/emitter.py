@@ -16,6 +16,7 @@ from gnnc.ir.quantized import STATIC_RANGE
 from gnnc.runtime.program.checks import check_finite, check_range, check_values_in_range
 from gnnc.runtime.program.launches import (
     Allocate,
+    Columns,
     Expr,
     Let,
     Operand,
@@ -99,7 +100,9 @@ class Emitter(Values):
         stride = width if dense or len(shape) < 2 else self.stride_for(node, width)
         buffer = self._buffer((rows, width), stride, dtype)
         if buffer is None:
-            return self._settle(node, self._rows("t", self.size(rows), width, stride, dtype), width)
+            dense = dtype.is_floating_point or stride == width
+            matrix = self._rows("t", self.size(rows), width, stride, dtype)
+            return self._settle(node, matrix, width, is_dense=dense)
         value = self._values[node] = Value(buffer=buffer)
         value.matrix[width] = self._region(buffer, (rows, width), (stride, 1))
         return value.matrix[width]
@@ -133,7 +136,7 @@ class Emitter(Values):
         if dtype.is_floating_point or stride == width:
             return self.empty(hint, (rows, width), dtype)
         whole = self.empty(hint, (rows, stride), dtype)
-        part = Let(self.fresh(hint), expr("{}[:, :{}]", whole, width))
+        part = Columns(self.fresh(hint), whole.text, width)
         self.append(part)
         return variable(part.result)
 
@@ -197,19 +200,19 @@ class Emitter(Values):
         kind = self.bind(dtype, "dtype")
         self.append(Take(name, self.size(rows), stride, kind.text))
         if stride == width:
-            return self._settle(node, variable(name), width)
-        part = Let(self.fresh("t"), expr("{}[:, :{}]", variable(name), width))
+            return self._settle(node, variable(name), width, is_dense=True)
+        part = Columns(self.fresh("t"), name, width)
         self.append(part)
         return self._settle(node, variable(part.result), width)
 
-    def _settle(self, node: Node, matrix: Expr, width: int) -> Expr:
-        """Give a node the value of a dense matrix, as a view where the node has another shape."""
+    def _settle(self, node: Node, matrix: Expr, width: int, *, is_dense: bool = False) -> Expr:
+        """Give a node the value of a matrix, as a view where the node has another shape."""
         shape, exact = shape_of(node), matrix
         if len(shape) != 2:
             view = View(self.fresh("v"), matrix.text, tuple(map(self.size, shape)))
             self.append(view)
             exact = variable(view.result)
-        self._values[node] = Value(exact=exact, matrix={width: matrix})
+        self._values[node] = Value(exact=exact, matrix={width: matrix}, is_dense=is_dense)
         return matrix
 
     def _buffer(self, shape: tuple[Any, ...], stride: int, dtype: torch.dtype) -> Buffer | None:

@@ -358,3 +358,21 @@ class View(Assignment):
         """The call of the tensor's method."""
         sizes = "".join([", ".join(size.text for size in self.shape), "," if self.shape else ""])
         return expr("{}.view({})", variable(self.tensor), _merged(f"({sizes})", self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns(Assignment):
+    """The first columns of a matrix, in the same memory.
+
+    Attributes:
+        tensor: name of the matrix.
+        width: number of columns.
+    """
+
+    tensor: str
+    width: int
+
+    @property
+    def value(self) -> Expr:
+        """The slice of the matrix."""
+        return expr("{}[:, :{}]", variable(self.tensor), self.width)

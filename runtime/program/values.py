@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from gnnc.ir.nodes import first_operand, is_result, is_view, result_index, shape_of
 from gnnc.ir.qtype import BYTE_DTYPES
-from gnnc.runtime.program.launches import Expr, Operand, expr, sequence
+from gnnc.runtime.program.launches import Expr, Operand, View, expr, literal, sequence, variable
 from gnnc.runtime.program.memory_plan import Buffer, MemoryPlan
 from gnnc.runtime.program.sizes import Sizes, expression
 from gnnc.runtime.program.statements import StatementList
@@ -32,12 +32,14 @@ class Value:
         buffer: the memory of the arena that the value is.
         holds: buffers that the value may share memory with.
         matrix: expressions as rows, by width; the dense vector at 0.
+        is_dense: whether ``exact`` is a variable of memory without padding, which has views of any shape.
     """
 
     exact: Expr | None = None
     buffer: Buffer | None = None
     holds: tuple[Buffer, ...] = ()
     matrix: dict[int, Expr] = field(default_factory=dict)
+    is_dense: bool = False
 
 
 class Values(StatementList):
@@ -203,16 +205,18 @@ class Values(StatementList):
             return self._region(buffer, buffer.shape, (buffer.stride, 1))
         if (dense := self._dense_region(node, width)) is not None:
             return dense
+        dtype = node.meta["val"].dtype
+        if dtype not in BYTE_DTYPES and (view := self._dense_view(node, (-1, width))) is not None:
+            return view
         value = self.exact(node)
         if len(shape_of(node)) != 2 or expression(shape_of(node)[1]) != width:
             value = expr("{}.reshape(-1, {})", value, width)
-        dtype = node.meta["val"].dtype
         if dtype in BYTE_DTYPES:
             return self.let_call("m", self.bind(padded_rows, "padded"), [value, self.padded(width, dtype)])
         return self.let("m", expr("{}.contiguous()", value))
 
     def _vector_form(self, node: Node) -> Expr:
-        if (dense := self._dense_region(node, None)) is not None:
+        if (dense := self._dense_region(node, None) or self._dense_view(node, (-1,))) is not None:
             return dense
         exact = self.exact(node)
         # A column of a wider matrix reshapes to a strided vector.
@@ -234,6 +238,23 @@ class Values(StatementList):
         count = rows * (columns // width) if columns % width == 0 else rows * columns // width
         return self._region(buffer, (count, width), (width, 1))
 
+    def _dense_view(self, node: Node, shape: tuple[Any, ...]) -> Expr | None:
+        """Return a view of memory without padding in another shape; None where a value is no such memory.
+
+        Unlike ``reshape``, which copies where it must, the view reads nothing.
+        """
+        value = self._value(node)
+        if not value.is_dense or value.exact is None:
+            return None
+        if len(shape) == 1 == len(shape_of(node)):
+            return value.exact
+        view = View(self.fresh("v"), value.exact.text, tuple(map(self._size_of_view, shape)))
+        self.append(view)
+        return variable(view.result)
+
+    def _size_of_view(self, size: Any) -> Expr:
+        return literal(size) if isinstance(size, int) else self.size(size)
+
     def _arena_buffer(self, node: Node) -> Buffer | None:
         """The buffer whose rows a node's value is, if its memory is a region of the arena."""
         start = node
@@ -249,6 +270,9 @@ class Values(StatementList):
 
     def _view(self, node: Node) -> Expr:
         source = self.exact(first_operand(node))
+        if (view := self._dense_view(first_operand(node), shape_of(node))) is not None:
+            self._values[node].is_dense = True
+            return view
         # Sizes and dimensions, by position: every view op has names of its own for them.
         rest: list[Operand] = [self.argument(value) for value in node.args[1:]]
         target = torch.ops.aten.reshape.default if node.target in _DENSE_VIEWS else node.target

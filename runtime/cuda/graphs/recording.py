@@ -20,6 +20,7 @@ from gnnc.runtime.program.launches import (
     Allocate,
     Assignment,
     Call,
+    Columns,
     Counters,
     Expr,
     Launch,
@@ -144,7 +145,7 @@ def obstacle(emitter: CudaEmitter) -> str | None:
             memory.add(statement.result)
         elif isinstance(statement, Launch) or memory.isdisjoint(statement.reads):
             continue
-        elif isinstance(statement, View):
+        elif isinstance(statement, View | Columns):
             memory.add(statement.result)
         else:
             return f"{_named(node)} reads or writes in PyTorch what kernels write"

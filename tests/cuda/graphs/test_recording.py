@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import lowered
+from one_op import fused_program_of
 from slow import slow_after
 from torch import Tensor, nn
 
 import gnnc
 from gnnc.ir.source import Source
 from gnnc.runtime.cuda.driver import launch as launch_module
+from gnnc.runtime.cuda.driver.kernel_set import KernelSet
 from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.graphs import cuda_graph
@@ -110,6 +112,29 @@ def test_a_call_that_uses_memory_of_launches_leaves_no_recording() -> None:
         emitter = emitter_of(take, view, read)
         assert recording(emitter, [variable("v_1")]) is None
         assert obstacle(emitter) == "the program reads or writes in PyTorch what kernels write"
+
+
+def views_of_a_result(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    rows = torch.ops.gnnc.gemm(x, w)
+    scale = torch.ops.gnnc.scale(rows, "int8/row")
+    return rows.view(-1, 2, 4), scale, torch.ops.gnnc.quantize(rows, scale, "int8/row"), rows.relu().view(-1)
+
+
+def test_a_view_of_an_output_reads_nothing_that_launches_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelSet, "compile", lambda self, architecture: {})  # its text is enough
+    given = torch.randn(9, 16), torch.randn(8, 16)
+    program = fused_program_of(views_of_a_result, *given, backend="cuda-offline:sm_90")
+    assert program.recording is not None, program.source
+    assert {"= out_", ".view((9, 2, 4,))"} <= set(re.findall(r"= out_|\.view\(\(9.*", program.source))
+    assert "reshape" not in program.source
+
+
+def test_views_of_outputs_are_the_elements_of_the_reference() -> None:
+    given = torch.randn(9, 16), torch.randn(8, 16)
+    got = fused_program_of(views_of_a_result, *given, backend="cpu")(*given)
+    for one, other in zip(got, views_of_a_result(*given), strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_grid_of_the_inputs_leaves_nothing_to_patch() -> None:

@@ -9,6 +9,7 @@ import gnnc
 from gnnc.runtime.program.launches import (
     Allocate,
     Call,
+    Columns,
     Counters,
     Expr,
     Launch,
@@ -81,6 +82,7 @@ def address(tensor: Expr) -> Expr:
         ),
         (View("v_3", "out_2", (n0, literal(2))), "v_3 = out_2.view((n0, 2,))", "out_2 n0", "v_3"),
         (View("v_3", "out_2", ()), "v_3 = out_2.view(())", "out_2", "v_3"),
+        (Columns("t_3", "out_2", 7), "t_3 = out_2[:, :7]", "out_2", "t_3"),
         (Let("m_3", expr("{}.contiguous()", x)), "m_3 = x_1.contiguous()", "x_1", "m_3"),
         (Zero("t0"), "t0.zero_()", "t0", "t0"),
     ],
