@@ -85,6 +85,35 @@ struct RowTile {
   }
 };
 
+// A row, and the sums of the rows that its threads have processed (step::col_sum).
+template <class Tile>
+struct SummedTile : Tile {
+  float sums[Tile::kPer] = {};
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; ++i) this->v[i] = 0.0f;
+  }
+};
+
+// Adds up the sums of the kGroups groups of a block in a fixed order, and stores them. `shared` has room for a row of
+// each group; all threads of the block call it.
+template <int kGroups, class Tile>
+__device__ void store_sums(const Tile& tile, int group, float* shared, float* to) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    if (tile.valid(i)) shared[group * Tile::kWidth + tile.column(i)] = tile.sums[i];
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int column = static_cast<int>(threadIdx.x); column < Tile::kWidth; column += static_cast<int>(blockDim.x)) {
+    float total = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < kGroups; ++i) total += shared[i * Tile::kWidth + column];
+    to[column] = total;
+  }
+}
+
 // A slice of a row of kWidth columns: up to Tile::kWidth columns from `first` on. For epilogues whose steps look at
 // each column alone.
 template <class Tile, int kWidth_>

@@ -13,8 +13,8 @@
 // bandwidth, or rows * kInner * kOut multiply-adds.
 //
 // Launch: pack_fp32 with blocks of 256 threads, one for every 256 elements of the packed weight; then gemm_fp32 with
-// one block of Config::kThreads threads for every kRows rows and GemmFp32<Config>::kShared bytes of dynamic shared
-// memory.
+// one block of Config::kThreads threads for every kRows rows, or `shares` of gemm_fp32_sums, and
+// GemmFp32<Config>::kShared bytes of dynamic shared memory.
 
 #include "common/copies.cuh"
 #include "common/row_steps.cuh"
@@ -170,12 +170,10 @@ __device__ void read_parts(Tile& tile, const float* row) {
   }
 }
 
-template <class Config, int kLanes, class Epilogue>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm_fp32(GemmFp32Args args, Epilogue epilogue) {
-  begin_kernel();
+// Computes the products of the rows of a block, and leaves them in shared memory, in kSplit parts.
+template <class Config>
+__device__ void multiply_rows(const GemmFp32Args& args, int64_t begin, float* stages) {
   using G = GemmFp32<Config>;
-  extern __shared__ __align__(16) float stages[];
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * Config::kRows;
   ThreadSums<Config> sums;
   load_chunk<Config>(args, begin, 0, stages);
 #pragma unroll 1
@@ -192,14 +190,57 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm_fp32(G
   }
   sums.store(stages);
   __syncthreads();
+}
+
+template <class Config, int kLanes, class Epilogue>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm_fp32(GemmFp32Args args, Epilogue epilogue) {
+  begin_kernel();
+  extern __shared__ __align__(16) float stages[];
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * Config::kRows;
+  multiply_rows<Config>(args, begin, stages);
   constexpr int kGroups = Config::kThreads / kLanes;
 #pragma unroll 1
   for (int place = static_cast<int>(threadIdx.x) / kLanes; place < Config::kRows && begin + place < args.rows;
        place += kGroups) {
     RowTile<Config::kOut, kLanes> tile;
-    read_parts<Config>(tile, stages + place * G::kOutPitch);
+    read_parts<Config>(tile, stages + place * GemmFp32<Config>::kOutPitch);
     epilogue(tile, begin + place);
   }
+}
+
+// gemm_fp32_sums: gemm_fp32 for epilogues with a sum over all rows (step::col_sum). A block processes every `shares`-th
+// block of rows, and stores the sums of its rows, which sum_parts adds up.
+
+struct GemmFp32SumsArgs {
+  GemmFp32Args product;
+  float* part;  // [shares, kOut]
+  int64_t shares;
+};
+
+template <class Config, int kLanes, class Epilogue>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    gemm_fp32_sums(GemmFp32SumsArgs args, Epilogue epilogue) {
+  begin_kernel();
+  using G = GemmFp32<Config>;
+  extern __shared__ __align__(16) float stages[];
+  constexpr int kGroups = Config::kThreads / kLanes;
+  static_assert(kGroups * Config::kOut <= G::kFloats, "the sums of all groups fit where the rows were");
+  const int64_t rows = args.product.rows;
+  const int group = static_cast<int>(threadIdx.x) / kLanes;
+  SummedTile<RowTile<Config::kOut, kLanes>> tile;
+#pragma unroll 1
+  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * Config::kRows; begin < rows;
+       begin += args.shares * Config::kRows) {
+    multiply_rows<Config>(args.product, begin, stages);
+#pragma unroll 1
+    for (int place = group; place < Config::kRows && begin + place < rows; place += kGroups) {
+      tile.clear();
+      read_parts<Config>(tile, stages + place * G::kOutPitch);
+      epilogue(tile, begin + place);
+    }
+    __syncthreads();
+  }
+  store_sums<kGroups>(tile, group, stages, args.part + static_cast<int64_t>(blockIdx.x) * Config::kOut);
 }
 
 // pack_fp32: copies a weight to [kPlaces, kColumns], columns of the result side by side, and pads it with zeros.

@@ -44,41 +44,22 @@ struct RowmapSumsArgs {
   int64_t shares;
 };
 
-// A row, and the sums of the rows that its threads have processed.
-template <class Tile>
-struct SummedTile : Tile {
-  float sums[Tile::kPer] = {};
-};
-
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(256) rowmap_sums(RowmapSumsArgs args, Epilogue epilogue) {
   begin_kernel();
   constexpr int kGroups = 256 / Config::kLanes, kWidth = Config::kWidth;
-  using Tile = SummedTile<RowTile<kWidth, Config::kLanes>>;
-  __shared__ float sums[kGroups][kWidth];
+  __shared__ float sums[kGroups * kWidth];
   const int64_t begin = args.rows * blockIdx.x / args.shares, end = args.rows * (blockIdx.x + 1) / args.shares;
   const int group = static_cast<int>(threadIdx.x) / Config::kLanes;
-  Tile tile;
+  SummedTile<RowTile<kWidth, Config::kLanes>> tile;
 #pragma unroll 1
   for (int64_t row = begin + group; row < end; row += kGroups) {
-#pragma unroll
-    for (int i = 0; i < Tile::kPer; ++i) tile.v[i] = 0.0f;
+    tile.clear();
     const auto* from = static_cast<const typename Config::Type*>(args.x) + row * Config::kStride;
     step::with_row<Config::kStride>(tile, from, [&](int i, float x) { tile.v[i] = x; });
     epilogue(tile, row);
   }
-#pragma unroll
-  for (int i = 0; i < Tile::kPer; ++i) {
-    if (tile.valid(i)) sums[group][tile.column(i)] = tile.sums[i];
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += 256) {
-    float total = 0.0f;
-#pragma unroll 8
-    for (int i = 0; i < kGroups; ++i) total += sums[i][column];
-    args.part[static_cast<int64_t>(blockIdx.x) * kWidth + column] = total;
-  }
+  store_sums<kGroups>(tile, group, sums, args.part + static_cast<int64_t>(blockIdx.x) * kWidth);
 }
 
 }  // namespace gnnc

@@ -2,7 +2,7 @@
 
 A sum of what a thread can compute by itself is added up as it is computed. Values of bodies with stages are
 added up tile by tile. A product over all edges, ``a^T b``, is computed on the tensor cores, tile by tile,
-from two sides in shared memory; where these find no room there, they are stored and multiplied by cuBLAS.
+from two sides in shared memory; where these find no room there, they are stored and multiplied in FP32.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, length, pointer
 from gnnc.runtime.cuda.kernels.body_stages import TILE, Side
 from gnnc.runtime.cuda.kernels.column_sum import write_column_sum, write_sum_of_parts
 from gnnc.runtime.cuda.kernels.edge_body import write_sides
+from gnnc.runtime.cuda.kernels.gemm_tn_fp32 import write_product
 from gnnc.runtime.cuda.kernels.message import (
     Body,
     Plan,
@@ -61,7 +62,7 @@ class SumPlan:
 
 @kernel("gnnc.edge_sum", backend="cuda", name="edge_sum", priority=10)
 class EdgeSum:
-    """Kernels of ``sparse/edge_sum.cuh`` and ``dense/column_sum.cuh`` in ``csrc/cuda``, or ``torch.mm``."""
+    """Kernels of ``sparse/edge_sum.cuh``, or those of ``column_sum.cuh`` and ``gemm_tn_fp32.cuh``."""
 
     @staticmethod
     @planned
@@ -99,8 +100,7 @@ class EdgeSum:
             return
         a, b = (_stored(body, rows, columns, emitter) for body in bodies)
         out = emitter.allocate(node, dense=True)
-        product = expr("{}.view({}, {})", out, *(body.width for body in bodies))
-        emitter.call(emitter.bind(torch.mm, "mm"), [expr("{}.t()", a), b], {"out": product.written})
+        write_product(emitter, (a, b), [body.width for body in bodies], length(columns), out)
 
 
 def _plan_together(node: Node) -> Plan | None:

@@ -8,15 +8,19 @@ from torch.fx import Node
 
 from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, lanes_for, pointer, round_up
+from gnnc.runtime.cuda.kernels.column_sum import write_sum_of_parts
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, scales_of, write_epilogue
 from gnnc.runtime.cuda.kernels.gemm import MAX_SHARED, single_float
+from gnnc.runtime.cuda.kernels.rowmap import sum_of, why_no_sums
 from gnnc.runtime.plans import gemm
-from gnnc.runtime.program.launches import Expr
+from gnnc.runtime.program.launches import Expr, expr
 from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 
 _MOST_INNER = 512
 """Columns of x at most: with more the multiplications bound a product, and cuBLAS has the larger tiles."""
+_MOST_SHARES = 1056
+"""Blocks of a sum of all rows at most: what fills a large GPU. The same on each, so that bits are equal."""
 _MOST_OUT = 512
 """Columns of the result at most: sixteen warps side by side have whole rows."""
 
@@ -80,9 +84,11 @@ class GemmFp32:
         plan = single_float(node)
         if isinstance(plan, Decline):
             return plan
-        forms = [out.form for out in plan.program.outs]
-        if "sum" in forms or forms.count("scalar") > 1:
-            return Decline("it sums all rows, or finds two scales of them")
+        if [out.form for out in plan.program.outs].count("scalar") > 1:
+            return Decline("it finds two scales of all rows")
+        reason = why_no_sums(plan.program, plan.width)
+        if reason is not None:
+            return Decline(reason)
         inner = int(argument_of(node, plan.x).meta["val"].shape[-1])
         if not 0 < inner <= _MOST_INNER or plan.width > _MOST_OUT:
             return Decline(f"a product of {inner} by {plan.width} columns is left to cuBLAS")
@@ -100,20 +106,25 @@ class GemmFp32:
         together = math.gcd(4, inner, stride)
         sizes = f"{inner}, {stride}, {plan.width}, {together}"
         config = f"gnnc::GemmFp32Config<{TYPES[x.meta['val'].dtype]}, {sizes}, {tile}>"
-        name = f"gnnc::gemm_fp32<{config}, {lanes_for(plan.width)}, {epilogue}>"
+        count = emitter.size(rows)
+        sums = sum_of(plan.program, node, emitter)
+        name = (
+            f"gnnc::gemm_fp32{'' if sums is None else '_sums'}<{config}, {lanes_for(plan.width)}, {epilogue}>"
+        )
         emitter.kernel_set.require(
             name,
             f"GemmFp32<{config}>::kShared == {tile.shared(inner)}",
             "the host and the kernel lay shared memory out alike",
         )
-        count = emitter.size(rows)
-        emitter.launch(
-            name,
-            blocks(count, tile.rows),
-            [pointer(tensor), pointer(weight), count, *values],
-            block=tile.threads,
-            shared=tile.shared(inner),
-        )
+        grid, given = blocks(count, tile.rows), [pointer(tensor), pointer(weight), count]
+        shape = {"block": tile.threads, "shared": tile.shared(inner)}
+        if sums is None:
+            emitter.launch(name, grid, [*given, *values], **shape)
+            return
+        shares = expr("max(1, min({}, {}))", _MOST_SHARES, grid)
+        parts = emitter.scratch(1, _MOST_SHARES * plan.width, torch.float32, flat=True)
+        emitter.launch(name, shares, [*given, pointer(parts.written), shares, *values], **shape)
+        write_sum_of_parts(emitter, parts, shares, plan.width, emitter.allocate(sums, dense=True))
 
 
 def _pack(plan: gemm.Plan, node: Node, emitter: CudaEmitter, inner: int, tile: Tile) -> Expr:

@@ -51,6 +51,12 @@ def why_no_sums(program: RowProgram, width: int) -> str | None:
     return None
 
 
+def sum_of(program: RowProgram, node: Node, emitter: CudaEmitter) -> Node | None:
+    """Return the result of ``node`` that is the sum of all rows of a row program; None: it has none."""
+    sums = [out.result for out in program.outs if out.form == "sum"]
+    return emitter.outputs(node)[sums[0]] if sums and sums[0] is not None else None
+
+
 def launch_rowmap(
     emitter: CudaEmitter,
     node: Node,
@@ -66,8 +72,7 @@ def launch_rowmap(
     epilogue, values = write_epilogue(program, node, emitter, rows, width)
     count = emitter.size(rows)
     config = f"gnnc::RowmapConfig<{kind}, {width}, {stride}, {lanes}>, {epilogue}"
-    sums = [out.result for out in program.outs if out.form == "sum"]
-    result = emitter.outputs(node)[sums[0]] if sums and sums[0] is not None else None
+    result = sum_of(program, node, emitter)
     if result is None:
         grid = blocks(count, BLOCK // lanes)
         emitter.launch(f"gnnc::rowmap<{config}>", grid, [pointer(x), count, *values])

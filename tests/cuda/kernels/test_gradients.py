@@ -8,7 +8,7 @@ import torch
 from architectures import ARCHITECTURES
 from cuda_cases import assert_no_spills
 from kernel_graphs import GRAPHS, relative_error
-from one_op import program_of, run_on_cuda
+from one_op import program_of, run_fused_on_cuda, run_on_cuda
 from torch import Tensor
 
 from gnnc.ir.dense import qgemm_tn_reference
@@ -16,6 +16,7 @@ from gnnc.runtime.cuda.driver.nvrtc import resources_of
 
 GNNC = torch.ops.gnnc
 HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, *HALVES)
 WIDTHS = [(1, 1), (7, 47), (47, 7), (64, 64), (16, 130), (100, 33)]
 BODY = (
     "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu_backward.default(e0, t0, 0.2, False); "
@@ -52,7 +53,7 @@ def test_no_kernel_spills(architecture: str) -> None:
         *[
             (GNNC.gemm_tn, torch.randn(9, a).to(d), torch.randn(9, b).to(d))
             for a, b in WIDTHS
-            for d in HALVES
+            for d in FLOATS
         ],
         *[
             (GNNC.qgemm_tn, q, r, q_scale, r_scale)
@@ -85,6 +86,36 @@ def test_gemm_tn(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
     got = run_on_cuda(GNNC.gemm_tn, "gemm_tn", a, b)
     want, size = a.double().t() @ b.double(), a.double().abs().t() @ b.double().abs()
     assert got.dtype == torch.float32 and relative_error(got, want, size) < 1e-6
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [0, 1, 31, 33, 1100])
+@pytest.mark.parametrize(("inner", "outer"), [*WIDTHS, (6, 2), (4, 4), (60, 48), (200, 72)])
+def test_gemm_tn_in_fp32(rows: int, inner: int, outer: int) -> None:
+    a, b = torch.randn(rows, inner), torch.randn(rows, outer)
+    got = run_on_cuda(GNNC.gemm_tn, "gemm_tn_fp32", a, b)
+    want, size = a.double().t() @ b.double(), a.double().abs().t() @ b.double().abs()
+    assert got.shape == want.shape and relative_error(got, want, size) < 1e-6
+
+
+@pytest.mark.cuda
+def test_gemm_tn_in_fp32_is_divided_by_a_number_of_the_device() -> None:
+    a, b, divisor = torch.randn(70, 24), torch.randn(70, 40), torch.tensor(8.0)
+
+    def call(a: Tensor, b: Tensor, divisor: Tensor) -> Tensor:
+        return GNNC.gemm_tn(a, b) / divisor
+
+    (got,) = run_fused_on_cuda(call, ["gemm_tn_fp32"], a, b, divisor)
+    torch.testing.assert_close(got.double(), (a.double().t() @ b.double()) / 8, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("inner", "outer", "kernel"), [(512, 256, "gemm_tn_fp32"), (512, 260, "cublas_tn")])
+def test_products_of_many_columns_are_left_to_cublas(inner: int, outer: int, kernel: str) -> None:
+    given = torch.randn(9, inner), torch.randn(9, outer)
+    program = program_of(GNNC.gemm_tn, *given, backend="cuda-offline:sm_90")
+    assert [name for _, name in program.kernels] == [kernel]
+    assert (program.recording is not None) == (kernel == "gemm_tn_fp32")
 
 
 @pytest.mark.cuda
