@@ -9,7 +9,7 @@ graph than layer 1.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -361,16 +361,22 @@ def _is_full_of(node: Node, value: float) -> bool:
 
 
 def _broadcast_instead_of_expand(node: Node) -> None:
-    """Rewrite ``x / s.expand_as(x)`` as ``x / s``: another operand has the full shape already."""
+    """Rewrite ``x / s.expand_as(x)`` as ``x / s``: the other operands have the sizes already."""
     if not is_pointwise(node) or not holds_tensor(node):
         return
-    shape = shape_of(node)
-    full = [arg for arg in node.all_input_nodes if holds_tensor(arg) and same_shape(shape_of(arg), shape)]
-    expanded = [arg for arg in full if str(arg.target) == "aten.expand.default"]
-    if len(full) > len(expanded):
-        for arg in expanded:
-            if shape_of(first_operand(arg)):  # a scalar would take part in type promotion differently
-                node.replace_input_with(arg, first_operand(arg))
+    for arg in [arg for arg in node.all_input_nodes if str(arg.target) == "aten.expand.default"]:
+        others = [other for other in node.all_input_nodes if other is not arg and holds_tensor(other)]
+        small = shape_of(first_operand(arg))  # a scalar would take part in type promotion differently
+        if small and _broadcast_to([small, *map(shape_of, others)], shape_of(node)):
+            node.replace_input_with(arg, first_operand(arg))
+
+
+def _broadcast_to(shapes: Sequence[tuple[Any, ...]], result: tuple[Any, ...]) -> bool:
+    """Return whether each size of a result is that of one of the shapes that are broadcast to it."""
+    from_end = [(dim - len(result), size) for dim, size in enumerate(result)]
+    return all(
+        any(len(shape) >= -dim and same_size(shape[dim], size) for shape in shapes) for dim, size in from_end
+    )
 
 
 def _strides(node: Node) -> Any:

@@ -88,6 +88,8 @@ def test_merged_masks_have_one_unbacked_size(gcn):
         (lambda x: x.exp() * x.exp(), ["exp", "mul"]),
         (lambda x: x.softmax(-1) + x.sum(-2), ["softmax", "sum", "add"]),
         (lambda x: x / x.sum(1, keepdim=True).expand_as(x), ["sum", "div"]),
+        (lambda x: x[:, :1].expand_as(x) * x[:1].expand_as(x), ["slice", "slice", "mul"]),
+        (lambda x: x[:, :1].expand_as(x).exp(), ["slice", "expand", "exp"]),
         (lambda x: x.permute(0, -1) + x.transpose(1, -1).neg(), ["neg", "add"]),
     ],
 )
