@@ -29,6 +29,7 @@ from gnnc.passes.rewrite.gradient_nodes import simplify_gradients
 from gnnc.passes.rewrite.joint_examples import joint_examples
 from gnnc.passes.rewrite.joint_structure import move_to_structure
 from gnnc.passes.rewrite.recurrent_cells import WITHOUT_WRITES
+from gnnc.passes.rewrite.slice_gradients import join_slice_gradients
 from gnnc.torch_private import (
     FakeTensorMode,
     LazyGraphModule,
@@ -61,6 +62,7 @@ class Joint:
             _refuse_writes(joint.graph)
         simplify(joint)
         simplify_gradients(joint, parts.structure)
+        join_slice_gradients(joint)
         join_attention_gradients(joint, ctx.target.attention_backward)
         join_body_attention_gradients(joint, ctx.target.body_attention_backward, ctx)
         _fill_empty_results(joint)

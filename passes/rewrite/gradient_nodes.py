@@ -67,7 +67,8 @@ def _sum_of_all(node: Node, builder: NodeBuilder) -> Node | None:
         return None
     layer = str(node.meta.get("layer", ""))
     columns = builder.call(_aten.sum.dim_IntList, x, [0], True, layer=layer)
-    return builder.call(_aten.sum.dim_IntList, columns, [0, 1], argument(node, "keepdim"), layer=layer)
+    total = builder.call(_aten.sum.dim_IntList, columns, [1], True, layer=layer)
+    return builder.call(_aten.reshape.default, total, list(shape_of(node)), layer=layer)
 
 
 def _relu_backward(node: Node, builder: NodeBuilder) -> Node | None:
