@@ -64,6 +64,7 @@ from gnnc.runtime.cuda.kernels.epilogue import TYPES
 from gnnc.runtime.row_program.build import Refusal
 
 _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten")
+_SHORT_SOFTMAX = 32  # columns that each thread of a row adds up by itself
 
 
 def write_body(text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> Functor:
@@ -533,6 +534,21 @@ class BodyWriter:
             raise Refusal("the body stacks values")
         return self.value(parts[0], (*place[:dim], *place[dim + 1 :]), scope)
 
+    def _softmax_backward(self, node: Node, place: Place, scope: Scope) -> str:
+        """Return the gradient of the logits of a short softmax: each thread adds up its row's products."""
+        grad, output, dim = unpack(node, "grad_output", "output", "dim")
+        dim, shape = int(dim) % len(place), self.shapes[node]
+        if dim == 0 or shape[dim] > _SHORT_SOFTMAX:
+            raise Refusal(f"the body has the gradient of a softmax over {shape[dim]} columns")
+        self.count += 1
+        total, k, inner = f"v{self.count}", f"k{self.count}", Scope(scope)
+        along = (*place[:dim], k, *place[dim + 1 :])
+        product = f"{self.value(grad, along, inner)} * {self.value(output, along, inner)}"
+        loop = f"for (int {k} = 0; {k} < {shape[dim]}; ++{k}) {{"
+        scope.lines.append(f"float {total} = 0.0f;")
+        scope.lines.append(" ".join([loop, *inner.lines, f"{total} += {product}; }}"]))
+        return f"({self.value(output, place, scope)} * ({self.value(grad, place, scope)} - {total}))"
+
     def _sum(self, node: Node, place: Place, scope: Scope) -> str:
         source = first_operand(node)
         shape, keepdim = self.shapes[source], argument(node, "keepdim", False)
@@ -575,6 +591,7 @@ _SPECIAL: dict[str, Callable[[BodyWriter, Node, Place, Scope], str]] = {
     "bmm": BodyWriter._matmul,
     "matmul": BodyWriter._matmul,
     "addmm": BodyWriter._addmm,
+    "_softmax_backward_data": BodyWriter._softmax_backward,
     "sum": BodyWriter._sum,
     "mean": BodyWriter._sum,
 }

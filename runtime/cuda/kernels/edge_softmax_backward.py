@@ -38,7 +38,7 @@ class EdgeSoftmaxBackward:
         values = {name: value.meta["val"] for name, value in edges.items()}
         product = body_of(write_body(_PRODUCT, values, strides), tensors, emitter)
         count = shape_of(rowptr)[0] - 1
-        rows = write_destinations(rowptr, length(tensors["e0"]), emitter)
+        rows = write_destinations(rowptr, emitter.size(shape_of(node)[0]), emitter)
         starts = emitter.vector(rowptr)
         runs = write_runs(emitter, starts, length(rows), 4 * plan)
         sums = emitter.scratch(count, plan, torch.float32, flat=True)

@@ -5,6 +5,7 @@ from torch.fx import Node
 from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, pointer
 from gnnc.runtime.cuda.kernels import message
+from gnnc.runtime.cuda.kernels.body_ops import GRADIENTS
 from gnnc.runtime.cuda.kernels.edge_body import write_body
 from gnnc.runtime.cuda.kernels.epilogue import TYPES
 from gnnc.runtime.plans import row_body
@@ -17,9 +18,9 @@ _SINGLE = tuple(
     for name in (
         "add sub rsub mul div neg abs exp log sqrt rsqrt reciprocal square pow relu sigmoid tanh silu "
         "elu gelu leaky_relu softplus clamp clamp_min clamp_max maximum minimum masked_fill where "
-        "cat _to_copy"
+        "cat _to_copy _softmax_backward_data"
     ).split()
-)
+) + tuple(f"aten.{name}" for name in GRADIENTS)
 """Ops that run in the kernel by themselves, too: a call of launches alone is replayed as a CUDA graph."""
 
 

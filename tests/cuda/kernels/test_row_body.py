@@ -1,8 +1,11 @@
 """Elementwise ops on rows that branch, mask or concatenate, in one kernel: against float64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cuda_cases import error
+from one_op import program_of, run_on_cuda
 from row_bodies import BODIES, Rows, values
 from torch import Tensor, nn
 
@@ -19,6 +22,35 @@ def test_values(name: str, rows: int, width: int) -> None:
     got = compiled(*(value.cuda() for value in given)).cpu()
     torch.testing.assert_close(got, Rows(name)(*given), rtol=1e-5, atol=1e-5)
     assert "row_body" in str(compiled)
+
+
+_ATEN = torch.ops.aten
+GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": _ATEN.silu_backward,
+    "gelu": _ATEN.gelu_backward,
+    "sigmoid": lambda grad, x: _ATEN.sigmoid_backward(grad, x),
+    "tanh": lambda grad, x: _ATEN.tanh_backward(grad, x),
+    "leaky relu": lambda grad, x: _ATEN.leaky_relu_backward(grad, x, 0.2, False),
+    "elu": lambda grad, x: _ATEN.elu_backward(grad, 0.7, 1, 1, False, x),
+    "softplus": lambda grad, x: _ATEN.softplus_backward(grad, x, 1, 20),
+    "threshold": lambda grad, x: _ATEN.threshold_backward(grad, x, 0.1),
+    "softmax": lambda grad, x: _ATEN._softmax_backward_data(grad, x, 1, x.dtype),
+}
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 3), (1, 1), (70, 3), (70, 17), (300, 32)])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_by_itself(name: str, rows: int, width: int) -> None:
+    grad, x = torch.randn(rows, width), torch.randn(rows, width)
+    got = run_on_cuda(GRADIENTS[name], "row_body", grad, x)
+    torch.testing.assert_close(got.double(), GRADIENTS[name](grad.double(), x.double()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_gradient_of_a_long_softmax_is_left_to_torch() -> None:
+    given = torch.randn(9, 33), torch.randn(9, 33)
+    program = program_of(GRADIENTS["softmax"], *given, backend="cuda-offline:sm_90")
+    assert [name for _, name in program.kernels] == ["reference"]
 
 
 class Joined(nn.Module):
