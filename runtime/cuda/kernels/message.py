@@ -10,7 +10,7 @@ from torch.fx import Node
 from gnnc.ir.body import body_operands
 from gnnc.ir.format import EDGE_LIST, RUN_TABLE, Format
 from gnnc.ir.message import reductions
-from gnnc.ir.nodes import argument, as_node, operand, unpack
+from gnnc.ir.nodes import argument, as_node, op_name, operand, unpack
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer
 from gnnc.runtime.cuda.formats.tables import (
     destinations,
@@ -20,6 +20,7 @@ from gnnc.runtime.cuda.formats.tables import (
 )
 from gnnc.runtime.cuda.kernels.body_stages import TILE, Block, Functor, Side
 from gnnc.runtime.cuda.kernels.edge_body import write_body, write_sides
+from gnnc.runtime.cuda.kernels.epilogue import TYPES
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
 from gnnc.runtime.registry import BYTES, Decline, kernel
@@ -31,6 +32,8 @@ _MULTIPROCESSOR_BYTES = 200 * 1024
 """Shared memory of a multiprocessor that blocks of a message with stages fill."""
 _MOST_STATES = 32
 """Words of the states of a thread's columns, at most, where stages make it hold all of them at a time."""
+_STORED = {"edge_map": (torch.float32, torch.float16, torch.bfloat16)}
+"""Dtypes that an op stores; those with a reduction store FP32."""
 _EXACT = 2**24 // 128**2
 """Number of products of two int8 values whose sum is always exact in FP32."""
 _SDDMM = {
@@ -140,8 +143,9 @@ def body_plan(node: Node, body: str | None = None) -> Plan:
 
 def unchecked_plan(node: Node, body: str) -> Plan:
     """Return the plan of a body on the operands of an op whose result and widths kernels of bodies take."""
-    if node.meta["val"].dtype != torch.float32:
-        raise Refusal(f"the result is {node.meta['val'].dtype}")
+    dtype = node.meta["val"].dtype
+    if dtype not in _STORED.get(op_name(node), (torch.float32,)):
+        raise Refusal(f"the result is {dtype}")
     operands = body_operands(node)
     for value in operands.values():
         fixed_width(value)
@@ -233,7 +237,8 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
     rowptr, columns = operand(node, "rowptr"), emitter.vector(operand(node, "col"))
     if plan.reduce is None:
         rows = write_destinations(rowptr, length(columns), emitter)
-        write_edge_map(emitter, body, rows, columns, emitter.allocate(node, dense=True))
+        dtype = node.meta["val"].dtype
+        write_edge_map(emitter, body, rows, columns, emitter.allocate(node, dense=True), dtype)
     else:
         starts = emitter.vector(rowptr)
         runs = write_runs(emitter, starts, length(columns), 4 * body.width)
@@ -242,7 +247,14 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
         write_message(emitter, body, plan.reduce, runs, edges, out, emitter.row_stride(node))
 
 
-def write_edge_map(emitter: CudaEmitter, body: Body, rows: Expr, columns: Expr, out: Expr) -> None:
+def write_edge_map(
+    emitter: CudaEmitter,
+    body: Body,
+    rows: Expr,
+    columns: Expr,
+    out: Expr,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Write the launch that stores a body's value of every edge.
 
     Args:
@@ -251,15 +263,17 @@ def write_edge_map(emitter: CudaEmitter, body: Body, rows: Expr, columns: Expr, 
         rows: destination of every edge.
         columns: source of every edge.
         out: the result, one dense row an edge.
+        dtype: dtype of the result: FP32, or of 16 bits.
     """
     edges = length(columns)
+    parameters = f"{TYPES[dtype]}, {body.width}, {body.name}"
     values: list[Argument] = [pointer(rows), pointer(columns), pointer(out.written), edges, *body.pointers]
     if body.block is None:
         grid = expr("({})", blocks(expr("{} * {}", edges, body.width), BLOCK))
-        emitter.launch(f"gnnc::edge_map<{body.width}, {body.name}>", grid, values)
+        emitter.launch(f"gnnc::edge_map<{parameters}>", grid, values)
         return
     grid = expr("min({}, {})", blocks(edges, body.block.warps * TILE), _MOST_BLOCKS)
-    launch_tiles(f"gnnc::edge_map_tiles<{body.width}, {body.name}>", grid, values, body, emitter)
+    launch_tiles(f"gnnc::edge_map_tiles<{parameters}>", grid, values, body, emitter)
 
 
 def launch_tiles(

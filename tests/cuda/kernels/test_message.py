@@ -183,6 +183,22 @@ def test_edge_values_with_a_product(inputs: int, outputs: int, graph: str) -> No
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("graph", ["random", "no-edges", "one-edge"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["several", "chain"])
+def test_edge_values_of_16_bits(name: str, width: int, graph: str, dtype: torch.dtype) -> None:
+    """They are those of FP32, rounded: of bodies with products and of those without."""
+    torch.manual_seed(0)
+    g, body = GRAPHS[graph](), CASES[name][0].replace("return [t1, t0, t0, t0]", "return t1")
+    groups = operands(name, g, width)
+    last = body.split("return ")[1]
+    rounded = body.replace(f"return {last}", f"t9 = aten._to_copy.default({last}, dtype={dtype}); return t9")
+    got, want = run("edge_map", g, rounded, groups), run("edge_map", g, body, groups)
+    assert got.dtype == dtype and torch.equal(got, want.to(dtype))
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("graph", ["random", "no-edges", "star"])
 @pytest.mark.parametrize("width", [7, 64])
 @pytest.mark.parametrize(
