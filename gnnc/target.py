@@ -149,6 +149,8 @@ class Target:
         joint_products: whether one kernel multiplies a matrix with several weights.
         joint_bodies: whether one kernel computes several bodies in one pass over the edges, sums by source
             among them.
+        stored_steps: whether what several bodies of gradients compute is stored for every edge, where that
+            costs less: its kernels run one body a pass, and store rows of 16 bits.
         body_products: precisions, beside FP32, in which its kernels of bodies multiply by a weight.
         rounds_body_rows: whether its kernels of bodies gather 16-bit rows where they multiply in 16 bits.
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
@@ -187,6 +189,7 @@ class Target:
     slower: frozenset[str] = frozenset()
     joint_products: bool = True
     joint_bodies: bool = False
+    stored_steps: bool = False
     body_products: frozenset[str] = frozenset()
     rounds_body_rows: bool = False
     tensor_scales: bool = False

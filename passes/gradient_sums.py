@@ -36,9 +36,10 @@ class GradientSums:
     name: ClassVar[str] = "gradient_sums"
 
     def applies(self, parts: Parts, ctx: Context) -> bool:
-        """Return whether the graph holds gradients, and the backend runs bodies of one CSR in one pass."""
+        """Return whether the graph holds gradients, and the backend computes what bodies share once."""
         bodies = sum(node.target in _BODIES for node in parts.forward.graph.nodes)
-        return ctx.target.joint_bodies and GRADIENTS in parts.forward.meta and bodies > 1
+        shares = ctx.target.joint_bodies or ctx.target.stored_steps
+        return shares and GRADIENTS in parts.forward.meta and bodies > 1
 
     def run_parts(self, parts: Parts, ctx: Context) -> Parts:
         """Return the program with fewer bodies in its joint graph."""

@@ -19,6 +19,7 @@ from gnnc.passes.raise_ import Raise
 from gnnc.passes.reorder import Reorder
 from gnnc.passes.select_format import SelectFormat
 from gnnc.passes.self_loops import SelfLoops
+from gnnc.passes.share_steps import ShareSteps
 from gnnc.passes.static_features import StaticFeatures
 
 PIPELINE: tuple[Pass, ...] = (
@@ -37,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     Cache(),  # each tensor is quantized once
     StaticFeatures(),  # features that stay are quantized once a training run
     Partition(),  # forward and backward become graphs of their own
+    ShareSteps(),  # what bodies of gradients compute alike is stored, where kernels run one body a pass
     JoinBodies(),  # bodies of the same edges run in one pass over them
     Fuse(),  # producer, elementwise and requantization become one call
     Lower(),  # every call gets its kernel

@@ -256,27 +256,24 @@ def body_work(text: str, operands: dict[str, torch.Tensor]) -> float:
 
     Args: as of ``measure_body``.
     """
-    total = 0.0
+    tensors = body_shapes(text, operands)
+    return sum(step_work(node, tensors) for node in tensors)
 
-    class Count(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            nonlocal total
-            result = super().run_node(n)
-            if n.op == "call_function" and isinstance(result, torch.Tensor) and not is_view(n):
-                total += self._operations(n, result)
-            return result
 
-        def _operations(self, n: fx.Node, result: torch.Tensor) -> float:
-            read = [self.env[arg] for arg in n.all_input_nodes if isinstance(self.env[arg], torch.Tensor)]
-            if op_name(n) in _PRODUCTS:
-                x = read[1] if op_name(n) == "addmm" else read[0]
-                return 2 * result.numel() * x.shape[-1] / EDGES
-            return _STEP * max((t.numel() for t in (result, *read)), default=0) / EDGES
+def step_work(node: fx.Node, tensors: Mapping[fx.Node, torch.Tensor]) -> float:
+    """Return the operations of one step of a body for one edge, as ``body_work`` counts them.
 
-    Count(parse_body(text), garbage_collect_values=False).run(
-        *(stand_in(name, operands[name]) for name in body_inputs(text))
-    )
-    return total
+    Args:
+        node: the step; an input or a view has none.
+        tensors: the values of the body's nodes, as ``tensors_of`` returns them.
+    """
+    if node.op != "call_function" or node not in tensors or is_view(node):
+        return 0.0
+    result, read = tensors[node], [tensors[arg] for arg in node.all_input_nodes if arg in tensors]
+    if op_name(node) in _PRODUCTS:
+        x = read[1] if op_name(node) == "addmm" else read[0]
+        return 2 * result.numel() * x.shape[-1] / EDGES
+    return _STEP * max(value.numel() for value in (result, *read)) / EDGES
 
 
 def body_shapes(text: str, operands: Mapping[str, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:

@@ -17,11 +17,12 @@ class JointBody:
 
     Attributes:
         operands: the operands by destination, by source, by edge, and the constants.
+        graph: the computations, without an output.
     """
 
     def __init__(self) -> None:
         self.operands: tuple[list[Node], ...] = ([], [], [], [])
-        self._graph = fx.Graph()
+        self.graph = fx.Graph()
         self._known: dict[Any, Node] = {}
 
     def add(self, text: str, operands: tuple[Any, ...]) -> list[Node]:
@@ -37,18 +38,23 @@ class JointBody:
 
     def _operand(self, kind: int, operand: Node) -> Node:
         if (kind, operand) not in self._known:
-            self._known[kind, operand] = self._graph.placeholder(f"{KINDS[kind]}{len(self.operands[kind])}")
+            self._known[kind, operand] = self.graph.placeholder(f"{KINDS[kind]}{len(self.operands[kind])}")
             self.operands[kind].append(operand)
         return self._known[kind, operand]
+
+    def operand(self, placeholder: Node) -> tuple[int, Node]:
+        """Return the operand that a placeholder of the graph stands for, behind the number of its kind."""
+        kind = KINDS.index(str(placeholder.target)[0])
+        return kind, self.operands[kind][int(str(placeholder.target)[1:])]
 
     def _call(self, node: Node, copies: dict[Node, Node]) -> Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
         key = call_key(node.target, args, kwargs)
         if key not in self._known:
-            self._known[key] = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            self._known[key] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         return self._known[key]
 
     def text(self, results: list[Node]) -> str:
         """Return the text of the body that returns ``results``."""
-        self._graph.output(results)
-        return body_text(self._graph)
+        self.graph.output(results)
+        return body_text(self.graph)

@@ -1,6 +1,7 @@
 """Transposed CSRs that a graph reads from the structure graph, and edge values in their order."""
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -24,11 +25,13 @@ class Transpose:
 
     Attributes:
         of: offsets and columns of the CSR.
+        made: node of the structure graph that sorts the edges.
         perm: node of the structure graph with the place in the CSR of each edge of the transpose; None: there
             is none.
     """
 
     of: Edges
+    made: Node
     perm: Node | None
 
 
@@ -59,7 +62,7 @@ class Transposes:
             rowptr, col = map(self._given, unpack(made, "rowptr", "col"))
             rowptr_t, col_t = self._given(parts.get(0)), self._given(parts.get(1))
             if rowptr is not None and col is not None and rowptr_t is not None and col_t is not None:
-                found[rowptr_t, col_t] = Transpose((rowptr, col), parts.get(2))
+                found[rowptr_t, col_t] = Transpose((rowptr, col), made, parts.get(2))
         return found
 
     def _given(self, node: Node | None) -> Node | None:
@@ -70,6 +73,23 @@ class Transposes:
         """Return the CSR whose transpose an op goes over; None for another op."""
         transpose = self._found.get(unpack(node, "rowptr", "col"))
         return None if transpose is None else transpose.of
+
+    def permutation(self, node: Node, dtype: torch.dtype) -> Node:
+        """Return the placeholder for the place in the CSR of each edge of the transpose that an op goes over.
+
+        Args:
+            node: the op.
+            dtype: dtype of the places: int64, or int32 as kernels read the columns of a CSR.
+        """
+        edges = unpack(node, "rowptr", "col")
+        transpose = self._found[edges]
+        perm = transpose.perm
+        if perm is None:
+            with transpose.made.graph.inserting_after(transpose.made):
+                perm = transpose.made.graph.call_function(operator.getitem, (transpose.made, 2))
+            perm.meta.update(layer=transpose.made.meta.get("layer", ""), val=transpose.made.meta["val"][2])
+            self._found[edges] = replace(transpose, perm=perm)
+        return self._take(perm if perm.meta["val"].dtype == dtype else _converted(perm, dtype))
 
     def in_order(self, value: Node) -> Node | None:
         """Return the edge value in the order of the CSR that ``value`` is in the order of its transpose."""
@@ -123,3 +143,14 @@ class Transposes:
         )
         self._placeholders[node.name] = taken
         return taken
+
+
+def _converted(perm: Node, dtype: torch.dtype) -> Node:
+    """Return the node of the structure graph that converts a permutation, new if need be."""
+    for user in perm.users:
+        if aten_name(user) == "_to_copy.default" and user.meta["val"].dtype == dtype:
+            return user
+    with perm.graph.inserting_after(perm):
+        made = perm.graph.call_function(aten._to_copy.default, (perm,), {"dtype": dtype})
+    made.meta.update(layer=perm.meta.get("layer", ""), val=perm.meta["val"].to(dtype))
+    return made
