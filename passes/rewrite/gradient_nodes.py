@@ -68,7 +68,8 @@ def _sum_of_all(node: Node, builder: NodeBuilder) -> Node | None:
     layer = str(node.meta.get("layer", ""))
     columns = builder.call(_aten.sum.dim_IntList, x, [0], True, layer=layer)
     total = builder.call(_aten.sum.dim_IntList, columns, [1], True, layer=layer)
-    return builder.call(_aten.reshape.default, total, list(shape_of(node)), layer=layer)
+    keepdim = argument(node, "keepdim")
+    return total if keepdim else builder.call(_aten.reshape.default, total, [], layer=layer)
 
 
 def _relu_backward(node: Node, builder: NodeBuilder) -> Node | None:

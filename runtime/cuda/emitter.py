@@ -47,7 +47,10 @@ class CudaEmitter(Emitter):
         windowed_sums: by columns of edges, the sums over them that may read a windowed edge table.
     """
 
-    IN_ORDER: ClassVar[frozenset[str]] = frozenset({"gemm", "gemm_fp32", "cublas", "rowmap"})
+    IN_ORDER: ClassVar[frozenset[str]] = frozenset(
+        {"gemm", "gemm_fp32", "cublas", "rowmap", "layer_norm", "layer_norm_backward"}
+        | {"batch_norm", "batch_norm_backward"}
+    )
 
     def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
         super().__init__(graph_module, check_finite=check_finite)

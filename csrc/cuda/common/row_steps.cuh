@@ -346,21 +346,82 @@ __device__ void clamp_max(Tile& tile, float high) {
 
 // Normalizations. `weight` and `bias` may be null.
 
+// The mean of a row, and the reciprocal of its standard deviation.
+struct Moments {
+  float mean, factor;
+};
 template <class Tile>
-__device__ void layer_norm(Tile& tile, const float* weight, const float* bias, float eps) {
+__device__ Moments moments(const Tile& tile, float eps) {
   constexpr float count = static_cast<float>(Tile::kWidth);
   const float mean = tile.sum([](float x, int) { return x; }) / count;
   const float var = tile.sum([=](float x, int) { return (x - mean) * (x - mean); }) / count;
-  const float factor = 1.0f / sqrtf(var + eps);
+  return {mean, 1.0f / sqrtf(var + eps)};
+}
+template <class Tile>
+__device__ void normalize(Tile& tile, const Moments& row, const float* weight, const float* bias) {
 #pragma unroll
   for (int i = 0; i < Tile::kPer; ++i) {
     if (!tile.valid(i)) continue;
-    float x = (tile.v[i] - mean) * factor;
+    float x = (tile.v[i] - row.mean) * row.factor;
     if (weight != nullptr) x *= __ldg(weight + tile.column(i));
     if (bias != nullptr) x += __ldg(bias + tile.column(i));
     tile.v[i] = x;
   }
 }
+template <class Tile>
+__device__ void layer_norm(Tile& tile, const float* weight, const float* bias, float eps) {
+  normalize(tile, moments(tile, eps), weight, bias);
+}
+
+// Layer norm that stores what its gradient reads; `mean` and `factor` may be null.
+template <class Tile>
+__device__ void layer_norm(Tile& tile, const float* weight, const float* bias, float eps, float* mean, float* factor) {
+  const Moments row = moments(tile, eps);
+  if (tile.lane == 0 && mean != nullptr) *mean = row.mean;
+  if (tile.lane == 0 && factor != nullptr) *factor = row.factor;
+  normalize(tile, row, weight, bias);
+}
+
+// Makes the gradient of a row before its layer norm, of its moments, from that of the result.
+template <int kStride, class Tile, class T>
+__device__ void layer_norm_backward(Tile& tile, const T* row, const float* weight, const Moments& of) {
+  constexpr float count = static_cast<float>(Tile::kWidth);
+  float x[Tile::kPer] = {};
+  with_row<kStride>(tile, row, [&](int i, float value) { x[i] = (value - of.mean) * of.factor; });
+  if (weight != nullptr) with_columns(tile, weight, Multiply{});
+  const float mean = tile.sum([](float v, int) { return v; }) / count;
+  const float slope = tile.sum([&](float v, int i) { return v * x[i]; }) / count;
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    if (tile.valid(i)) tile.v[i] = of.factor * (tile.v[i] - mean - x[i] * slope);
+  }
+}
+
+// Batch norm with the moments of each column. Its gradient: of a row, from the sums over all rows of the gradient of
+// the result (`of_bias`) and of that times the normalized value (`of_weight`).
+template <class Tile>
+__device__ void batch_norm(Tile& tile, const float* mean, const float* factor, const float* weight, const float* bias) {
+  with_columns(tile, mean, [](float v, float of) { return v - of; });
+  with_columns(tile, factor, Multiply{});
+  if (weight != nullptr) with_columns(tile, weight, Multiply{});
+  if (bias != nullptr) with_columns(tile, bias, Add{});
+}
+template <int kStride, class Tile, class T>
+__device__ void batch_norm_backward(Tile& tile, const T* row, const float* mean, const float* factor,
+                                    const float* weight, const float* of_weight, const float* of_bias, float share) {
+  float x[Tile::kPer] = {};
+  with_row<kStride>(tile, row, [&](int i, float value) { x[i] = value; });
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    if (!tile.valid(i)) continue;
+    const int column = tile.column(i);
+    const float normalized = (x[i] - __ldg(mean + column)) * __ldg(factor + column);
+    const float rest = (__ldg(of_bias + column) + normalized * __ldg(of_weight + column)) * share;
+    tile.v[i] = (tile.v[i] - rest) * __ldg(factor + column);
+  }
+  if (weight != nullptr) with_columns(tile, weight, Multiply{});
+}
+
 template <class Tile>
 __device__ void l2_normalize(Tile& tile, float eps) {
   const float norm = sqrtf(tile.sum([](float x, int) { return x * x; }));
