@@ -20,9 +20,10 @@ from torch.fx import Graph, GraphModule, Node
 from gnnc.errors import UnsupportedError
 from gnnc.ir.body import body_inputs, body_text, parse_body
 from gnnc.ir.nodes import aten_name, op_name, outputs_of, unpack
-from gnnc.torch_private import OpOverload, schema, trace_sizes
+from gnnc.ir.simpler_body import FORWARD, simpler
+from gnnc.ir.spelled_out import SPELLED_OUT
+from gnnc.torch_private import OpOverload, proxy_graph, schema, trace_sizes
 
-_ALIASES = ("alias.default", "detach.default", "lift_fresh_copy.default")
 _VIEWS = ("view.default", "_unsafe_view.default")
 _RESHAPES = ("view.default", "_unsafe_view.default", "reshape.default", "expand.default")
 _FACTORIES = ("full", "zeros", "ones", "scalar_tensor", "empty", "new_full", "new_zeros", "new_ones")
@@ -95,6 +96,7 @@ def _traced(
             leaves = {name: given[name].detach().requires_grad_() for name in wanted}
             found = _differentiable(body)(*[leaves.get(name, given[name]) for name in body_inputs(body)])
         values = _for_every_edge(found, edges)
+        _mark_forward()
         pairs = zip(values, cotangents([value.detach() for value in values], given), strict=True)
         roots = [(value, grad.to(value.dtype)) for value, grad in pairs if value.requires_grad]
         if not roots:
@@ -103,7 +105,7 @@ def _traced(
         inputs = list(leaves.values())
         return list(torch.autograd.grad(results, inputs, grads, create_graph=create_graph, allow_unused=True))
 
-    graph = trace_sizes(gradients, [operand.stand_in(edges) for operand in operands])
+    graph = simpler(trace_sizes(gradients, [operand.stand_in(edges) for operand in operands]))
     for node, operand in zip(graph.find_nodes(op="placeholder"), operands, strict=True):
         node.target = operand.name
     _Cleaner(graph, edges).run()
@@ -111,48 +113,22 @@ def _traced(
     return {name: _single(graph, value) for name, value in found.items() if value is not None}
 
 
+def _mark_forward() -> None:
+    """Mark the values that the trace has computed so far."""
+    graph = proxy_graph()
+    assert graph is not None
+    for node in graph.nodes:
+        node.meta[FORWARD] = True
+
+
 def _differentiable(body: str) -> GraphModule:
     """Return a body whose ops have gradients of one result each: kernels of bodies compute those."""
     parsed = copy.deepcopy(parse_body(body))
-    for target, (function, names) in _SPELLED_OUT.items():
+    for target, (function, names) in SPELLED_OUT.items():
         for node in parsed.graph.find_nodes(op="call_function", target=target):
             node.target, node.args, node.kwargs = function, unpack(node, *names), {}
     parsed.recompile()
     return parsed
-
-
-def _layer_norm(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
-    """Return the layer norm of x; that of ATen keeps the statistics as further results."""
-    dims = list(range(-len(shape), 0))
-    centered = x - x.mean(dims, keepdim=True)
-    normed = centered * (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
-    normed = normed if weight is None else normed * weight
-    return normed if bias is None else normed + bias
-
-
-def _prelu(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x where it is positive, else its product with the weight of its channel."""
-    if weight.dim() == 1 and x.dim() > 1:
-        weight = weight.reshape(-1, *[1] * (x.dim() - 2))
-    return torch.where(x > 0, x, weight * x)
-
-
-def _log_sigmoid(x: Tensor) -> Tensor:
-    return -torch.nn.functional.softplus(-x)
-
-
-_SPELLED_OUT = {
-    torch.ops.aten.layer_norm.default: (
-        _layer_norm,
-        ("input", "normalized_shape", "weight", "bias", "eps"),
-    ),
-    torch.ops.aten.prelu.default: (_prelu, ("self", "weight")),
-    torch.ops.aten._prelu_kernel.default: (_prelu, ("self", "weight")),
-    torch.ops.aten.log_sigmoid.default: (_log_sigmoid, ("self",)),
-}
-"""Ops whose gradient in ATen is one op of several results, each with a function of ops that have one."""
 
 
 def _edge_count(operands: tuple[Operand, ...]) -> int:
@@ -197,10 +173,7 @@ class _Cleaner:
                 raise UnsupportedError("[gnnc.vjp] the gradient of a body holds a constant tensor")
             if node.op != "call_function":
                 continue
-            if aten_name(node) in _ALIASES:
-                node.replace_all_uses_with(node.args[0])
-                self.graph.erase_node(node)
-            elif op_name(node) in _FACTORIES:
+            if op_name(node) in _FACTORIES:
                 self._make_new_full(node)
             else:
                 self._clean(node)

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATv2Conv, MessagePassing
 
 import gnnc
+from gnnc.ir.edge_gradients import GivenCotangent
 from gnnc.ir.message import MESSAGE_REDUCTIONS
+from gnnc.ir.vjp import Operand, body_gradients
 from gnnc.runtime.cpu.edge_opcodes import Binary, BodyOp, Reduction, Unary
 from gnnc.runtime.cpu.edge_ops import translate
 from gnnc.runtime.cpu.edge_steps import runs_of
@@ -61,6 +63,13 @@ BACKWARD = (
     "t5 = aten.leaky_relu_backward.default(t4, j0, 0.2, False); t6 = aten.tanh_backward.default(t5, j0); "
     "t7 = aten.softplus_backward.default(t6, i0, 1, 20); t8 = aten.addmm.default(c2, t7, t0); return t8"
 )
+ROWS_AND_VECTORS = {"i0": (16,), "j0": (16,), "c1": (16, 16), "c2": (16,)}
+NORM_BACKWARD = body_gradients(
+    "t0 = aten.linear.default(j0, c1, None); t1 = aten.layer_norm.default(t0, [16], c2, c2); return t1",
+    GivenCotangent("i0"),
+    tuple(Operand(name, sizes, torch.float32) for name, sizes in ROWS_AND_VECTORS.items()),
+    ("j0",),
+)["j0"]
 CHOSEN = (
     "t0 = aten.index_select.default(c1, 0, e1); t1 = aten.mul.Tensor(t0, j0); "
     "t2 = aten.embedding.default(c1, e1); t3 = aten.add.Tensor(t1, t2); return t3"
@@ -73,6 +82,7 @@ BODIES = {
     "masks": MASKS,
     "steps": STEPS,
     "backward": BACKWARD,
+    "norm_backward": NORM_BACKWARD,
 }
 SUMS = {
     "columns": "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [0], True); return t1",

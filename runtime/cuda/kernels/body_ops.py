@@ -44,7 +44,13 @@ BINARY = {
 }
 SECOND = {"pow": "exponent", "clamp_min": "min", "clamp_max": "max"}
 """Schema name of the second operand of a binary op, where it is not ``other``."""
-POWERS = {2.0: "({0} * {0})", 0.5: "sqrtf({0})", -0.5: "(1.0f / sqrtf({0}))", -1.0: "(1.0f / {0})"}
+POWERS = {
+    2.0: "({0} * {0})",
+    3.0: "({0} * {0} * {0})",
+    0.5: "sqrtf({0})",
+    -0.5: "(1.0f / sqrtf({0}))",
+    -1.0: "(1.0f / {0})",
+}
 GRADIENTS = {
     "threshold_backward": ("self", "({x} <= {threshold} ? 0.0f : {grad})"),
     "leaky_relu_backward": ("self", "({x} > 0.0f ? {grad} : {grad} * {negative_slope})"),

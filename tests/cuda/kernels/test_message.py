@@ -10,7 +10,9 @@ from kernel_graphs import GRAPHS, Graph, relative_error
 from one_op import program_of, run_on_cuda
 from torch import Tensor
 
+from gnnc.ir.edge_gradients import GivenCotangent
 from gnnc.ir.message import edge_map_reference, edge_sum_reference, message_reference
+from gnnc.ir.vjp import Operand, body_gradients
 from gnnc.runtime.cuda.driver.nvrtc import resources_of
 from gnnc.runtime.cuda.kernels.body_stages import Block, ProductStage, Row, Stage, SumStage, layout_of
 from gnnc.runtime.row_program.build import Refusal
@@ -45,6 +47,14 @@ NORM = (
     "t9 = aten.silu.default(t8); t10 = aten.linear.default(t9, c2, c1); t11 = aten.add.Tensor(t10, t9); "
     "return t11"
 )
+ROWS_AND_EDGES = {"e0": (16,), "i0": (64,), "j0": (64,), "c0": (64, 16), "c1": (64,)}
+NORM_GRAD = body_gradients(
+    "t0 = aten.linear.default(e0, c0, c1); t1 = aten.add.Tensor(t0, j0); "
+    "t2 = aten.layer_norm.default(t1, [64], c1); return t2",
+    GivenCotangent("i0"),
+    tuple(Operand(name, sizes, torch.float32) for name, sizes in ROWS_AND_EDGES.items()),
+    ("j0",),
+)["j0"]
 NARROW = "t0 = aten.linear.default(i0, c0, c1); t1 = aten.mul.Tensor(t0, j0); return t1"
 CASES = {
     "several": (SEVERAL, "sum,max,min,mean"),
@@ -54,6 +64,7 @@ CASES = {
     "gate": (GATE, "mean"),
     "chain": (CHAIN, "max"),
     "norm": (NORM, "sum"),
+    "norm_grad": (NORM_GRAD, "sum"),
     "norms": (NORM.replace("return t11", "return [t11, t9, t1]"), "max,softmax"),
 }
 WIDTHS = (1, 7, 47, 64)
@@ -69,6 +80,7 @@ def operands(name: str, g: Graph, width: int) -> tuple[list[Tensor], ...]:
         "softmax": ([dst], [src], [], [torch.randn(width) * 20]),
         "both": ([dst], [src], [], [torch.randn(width)]),
         "filter": ([], [src], [edge], [weight, bias]),
+        "norm_grad": ([dst], [src], [edge], [weight, bias]),
         "half": ([dst], [src], [edge], [weight, torch.randn(width, width), bias]),
         "gate": ([dst], [src], [edge], [weight, bias, torch.randn(features, width)]),
         **dict.fromkeys(
