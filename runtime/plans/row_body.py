@@ -32,8 +32,12 @@ class Plan:
     dtype: torch.dtype
 
 
-def plan(node: Node) -> Plan:
+def plan(node: Node, *, stores_bool: bool = False) -> Plan:
     """Return the body of a fused group.
+
+    Args:
+        node: the group, or a single op.
+        stores_bool: whether the kernel stores masks, too.
 
     Raises:
         Refusal: the group has several results, or values of other rows.
@@ -43,8 +47,9 @@ def plan(node: Node) -> Plan:
         raise Refusal(f"it has {len(inner.results)} results")
     (result,) = inner.results
     value = result.meta["val"]
-    if not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES or value.dim() < 1:
-        raise Refusal("its result is no matrix of floats")
+    dtypes = (*_DTYPES, torch.bool) if stores_bool else _DTYPES
+    if not isinstance(value, torch.Tensor) or value.dtype not in dtypes or value.dim() < 1:
+        raise Refusal(f"its result is no matrix of {'floats or bools' if stores_bool else 'floats'}")
     text, names = _text(inner, result)
     operands = tuple((name, inner.operands[operand]) for operand, name in names.items())
     return Plan(text, operands, build.fixed_width(result), value.dtype)

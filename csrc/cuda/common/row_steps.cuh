@@ -31,6 +31,7 @@ __device__ inline float as_float(float x) { return x; }
 __device__ inline float as_float(__half x) { return __half2float(x); }
 __device__ inline float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float as_float(int8_t x) { return static_cast<float>(x); }
+__device__ inline float as_float(bool x) { return x ? 1.0f : 0.0f; }
 template <class T>
 __device__ inline float float_of(T x) {
   const uint32_t halves = halves_of<T>(x.bits);
@@ -56,6 +57,10 @@ __device__ inline __half from_float<__half>(float x) {
 template <>
 __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
+}
+template <>
+__device__ inline bool from_float<bool>(float x) {
+  return x != 0.0f;
 }
 
 // Returns the number of neighbouring columns of T that a thread loads or stores at once: its whole run, up to 16 bytes,

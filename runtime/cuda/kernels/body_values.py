@@ -27,10 +27,15 @@ _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten
 def shapes_of(module: Any, names: tuple[str, ...], operands: dict[str, torch.Tensor]) -> Shapes:
     """Run the body on tensors without memory; return the shape of every node."""
     try:
-        found = tensors_of(module, [stand_in(name, operands[name], torch.float32) for name in names])
+        found = tensors_of(module, [stand_in(name, operands[name], _dtype(operands[name])) for name in names])
     except (RuntimeError, TypeError, ValueError) as error:
         raise Refusal(f"the body's shapes are unknown: {str(error).splitlines()[0]}") from None
     return {node: tuple(int(size) for size in tensor.shape) for node, tensor in found.items()}
+
+
+def _dtype(operand: torch.Tensor) -> torch.dtype:
+    """Return the type that a body has for an operand: it computes in FP32, and selects by masks."""
+    return torch.bool if operand.dtype == torch.bool else torch.float32
 
 
 def low_type(x: Node, operands: dict[str, torch.dtype]) -> torch.dtype | None:

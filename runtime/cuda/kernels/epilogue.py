@@ -26,6 +26,7 @@ TYPES = {
     torch.uint8: "uint8_t",
     torch.float8_e4m3fn: "gnnc::E4m3",
     torch.float8_e5m2: "gnnc::E5m2",
+    torch.bool: "bool",
 }
 _BINARY = {"MUL": "Multiply", "ADD": "Add", "DIV": "Divide", "RSUB": "SubtractFrom"}
 _CONST_STEPS = (Op.LEAKY_RELU, Op.ELU, Op.CLAMP_MIN, Op.CLAMP_MAX, Op.L2_NORMALIZE)

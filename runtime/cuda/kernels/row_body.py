@@ -18,7 +18,7 @@ _SINGLE = tuple(
     for name in (
         "add sub rsub mul div neg abs exp log sqrt rsqrt reciprocal square pow relu sigmoid tanh silu "
         "elu gelu leaky_relu softplus clamp clamp_min clamp_max maximum minimum masked_fill where "
-        "cat _to_copy _softmax_backward_data"
+        "cat _to_copy _softmax_backward_data eq ne lt le gt ge logical_not logical_and logical_or"
     ).split()
 ) + tuple(f"aten.{name}" for name in GRADIENTS)
 """Ops that run in the kernel by themselves, too: a call of launches alone is replayed as a CUDA graph."""
@@ -32,7 +32,7 @@ class RowBody:
     @planned
     def plan(node: Node) -> row_body.Plan:
         """Take bodies whose elements a thread can compute by itself."""
-        plan = row_body.plan(node)
+        plan = row_body.plan(node, stores_bool=True)
         values = {name: argument_of(node, index).meta["val"] for name, index in plan.operands}
         if write_body(plan.body, values, dict.fromkeys(values, 1)).block is not None:
             raise Refusal("it multiplies by a weight, or sums columns")

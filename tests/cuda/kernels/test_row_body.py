@@ -46,6 +46,27 @@ def test_a_gradient_by_itself(name: str, rows: int, width: int) -> None:
     torch.testing.assert_close(got.double(), GRADIENTS[name](grad.double(), x.double()), rtol=1e-4, atol=1e-5)
 
 
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ge": lambda x, mask: x >= 0.1,
+    "eq": lambda x, mask: x == x.abs(),
+    "not": lambda x, mask: mask.logical_not(),
+    "both": lambda x, mask: mask.logical_and(mask),
+    "as numbers": lambda x, mask: mask.float(),
+    "fill": lambda x, mask: x.masked_fill(mask, 3.0),
+    "where": lambda x, mask: torch.where(mask, x, x.new_zeros(1)),
+}
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 3), (1, 1), (70, 17), (70, 64)])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_read_and_stored(name: str, rows: int, width: int) -> None:
+    x, mask = torch.randn(rows, width), torch.rand(rows, width) < 0.5
+    program = program_of(MASKS[name], x.cuda(), mask.cuda(), backend="cuda")
+    assert dict(program.kernels).popitem()[1] == "row_body"
+    (got,) = program(x.cuda(), mask.cuda())
+    assert torch.equal(got.cpu(), MASKS[name](x, mask))
+
+
 @pytest.mark.usefixtures("compiler")
 def test_the_gradient_of_a_long_softmax_is_left_to_torch() -> None:
     given = torch.randn(9, 33), torch.randn(9, 33)
