@@ -233,9 +233,11 @@ class Values(StatementList):
             return None
         if width is None:
             return self._region(buffer, (rows * columns,), (1,))
-        if not columns or not width or (columns % width and not isinstance(rows, int)):
+        if not columns or not width:
             return None
         count = rows * (columns // width) if columns % width == 0 else rows * columns // width
+        if self.sizes.find(count) is None:
+            return None
         return self._region(buffer, (count, width), (width, 1))
 
     def _dense_view(self, node: Node, shape: tuple[Any, ...]) -> Expr | None:
