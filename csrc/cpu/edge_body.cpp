@@ -32,6 +32,12 @@ const Item& at(const std::vector<Item>& items, int64_t number, const char* what)
   return items[static_cast<size_t>(number)];
 }
 
+// Returns the numbers of a table. They are checked and read in this copy, which nobody else writes.
+Numbers numbers_of(const Tensor& t, const char* name) {
+  const auto* numbers = sparse::flat<int64_t>(t, ScalarType::Long, t.numel(), kOp, name);
+  return {numbers, numbers + t.numel()};
+}
+
 std::vector<BodyOperand> operands_of(const Tensors& tensors, int64_t rows, const char* name) {
   std::vector<BodyOperand> found;
   for (const Tensor& t : tensors) {
@@ -496,8 +502,9 @@ std::vector<int64_t> sums_by_source(const Numbers& steps) {
 
 template <Ids ids>
 void edge_body(Tensor rowptr, Tensor col, Tensors dst, Tensors src, Tensors edge, Tensors consts, Tensors chosen,
-               Numbers registers, Numbers steps, Numbers runs, Numbers weights, std::vector<double> numbers,
-               Numbers places, Tensors outs) {
+               Tensor registers, Tensor step_table, Tensor runs, Tensor weights, std::vector<double> numbers,
+               Tensor place_table, Tensors outs) {
+  const Numbers steps = numbers_of(step_table, "steps"), places = numbers_of(place_table, "places");
   const std::vector<int64_t> by_source = sums_by_source(steps);
   int64_t num_src = std::numeric_limits<int32_t>::max();
   for (const Tensor& t : src) num_src = std::min(num_src, t.dim() == 2 ? t.size(0) : 0);
@@ -518,9 +525,9 @@ void edge_body(Tensor rowptr, Tensor col, Tensors dst, Tensors src, Tensors edge
   args.consts.assign(numbers.begin(), numbers.end());
   args.state_floats = 0;
   program.add_outs(outs);
-  program.add_registers(registers);
-  program.add_runs(runs);
-  program.add_weights(weights, consts);
+  program.add_registers(numbers_of(registers, "registers"));
+  program.add_runs(numbers_of(runs, "runs"));
+  program.add_weights(numbers_of(weights, "weights"), consts);
   program.add_steps(steps, consts);
   program.add_places(outs, places);
   program.prepare(consts);
@@ -533,4 +540,5 @@ void edge_body(Tensor rowptr, Tensor col, Tensors dst, Tensors src, Tensors edge
 GNNC_CSR_OP(
     edge_body,
     "(Tensor rowptr, Tensor col, Tensor[] dst, Tensor[] src, Tensor[] edge, Tensor[] const, Tensor[] ids, "
-    "int[] registers, int[] steps, int[] runs, int[] weights, float[] numbers, int[] places, Tensor(a!)[] outs) -> ()")
+    "Tensor registers, Tensor steps, Tensor runs, Tensor weights, float[] numbers, Tensor places, Tensor(a!)[] outs) "
+    "-> ()")

@@ -4,9 +4,12 @@ The numbers of steps and kinds are those of `csrc/cpu/edge_body.h`; a test compa
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
+
+import torch
+from torch import Tensor
 
 Step = tuple[int, int, int, int, int, int]
 
@@ -125,12 +128,19 @@ class Steps:
         writers = (BodyOp.REDUCE, BodyOp.KEEP, BodyOp.SCATTER)
         return set(range(count)) - {step[1] for step in self.steps if step[0] in writers}
 
-    def flat(self) -> dict[str, tuple[int | float, ...]]:
-        """Return the arguments of the op behind the operands, by name, in order."""
+    def flat(self) -> dict[str, Tensor | tuple[float, ...]]:
+        """Return the arguments of the op behind the operands, by name, in order.
+
+        Integers are tensors: an argument of thousands of Python integers is converted at each call.
+        """
         registers, steps = _reused(self.registers, self.steps)
         tables = {"registers": registers, "steps": steps, "runs": self.runs, "weights": self.weights}
-        flat = {name: tuple(number for row in rows for number in row) for name, rows in tables.items()}
-        return {**flat, "numbers": tuple(self.numbers), "places": tuple(self.places)}
+        flat = {name: _integers(number for row in rows for number in row) for name, rows in tables.items()}
+        return {**flat, "numbers": tuple(self.numbers), "places": _integers(self.places)}
+
+
+def _integers(numbers: Iterable[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.int64)
 
 
 def add_in_products(steps: Sequence[Step], registers: Sequence[tuple[int, int]]) -> list[Step]:
@@ -168,6 +178,7 @@ _READS: dict[BodyOp, tuple[int, ...]] = {
     BodyOp.FOLD: (2,),
     BodyOp.NARROW: (2,),
     BodyOp.PRODUCT: (2, 4),
+    BodyOp.MATMUL: (2, 3),
     BodyOp.REDUCE: (2, 3),
     BodyOp.KEEP: (2,),
     BodyOp.TOTAL: (2,),
