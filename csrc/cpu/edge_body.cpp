@@ -299,7 +299,9 @@ class Program {
       }
       case BodyOp::fold: {
         const Register& from = read(in.a);
-        STD_TORCH_CHECK(in.b > 0 && written(in, {from.uniform}).width * in.b == from.width, kOp, ": widths differ");
+        const int64_t width = written(in, {from.uniform}).width;
+        STD_TORCH_CHECK(in.b > 0 && in.d > 0 && width % in.d == 0 && width * in.b == from.width, kOp,
+                        ": widths differ");
         return;
       }
       case BodyOp::narrow: {
@@ -318,6 +320,14 @@ class Program {
         const bool is_uniform = in.c < 0 || read(in.c, w.outputs).uniform;
         STD_TORCH_CHECK(is_uniform || in.d == 1, kOp, ": several rows begin with one row an edge");
         STD_TORCH_CHECK(written(in, {from.uniform, is_uniform}).width == w.outputs * in.d, kOp, ": widths differ");
+        return;
+      }
+      case BodyOp::matmul: {
+        const Register &left = read(in.a), &right = read(in.b);
+        STD_TORCH_CHECK(in.c > 0 && in.d > 0 && left.width == int64_t{in.c} * in.d && right.width % in.d == 0, kOp,
+                        ": widths differ");
+        STD_TORCH_CHECK(written(in, {left.uniform, right.uniform}).width == right.width / in.d * in.c, kOp,
+                        ": widths differ");
         return;
       }
       case BodyOp::reduce:

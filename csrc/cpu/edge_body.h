@@ -32,6 +32,7 @@ enum class BodyOp : int32_t {
   fold,
   narrow,
   product,
+  matmul,
   reduce,
   keep,
   total,
@@ -92,11 +93,13 @@ enum class Reduction : int32_t { sum, mean, max, min, softmax };
 //   unary          register, kind, constant
 //   binary         two registers, kind, constant
 //   where          mask, two registers
-//   fold           register, values of a result, 0 for their sum and 1 for their maximum
+//   fold           register, values of a result, 0 for their sum and 1 for their maximum, results side by side: their
+//                  values are as far apart
 //   narrow         register, format, rows an edge, each of which is quantized or rounded by itself
 //   product        register (of a weight in low precision: one that `narrow` wrote), weight, summand (a register
 //                  or -1), rows an edge; a summand of each edge has one row,
 //                  and is added last; one of all edges is what the sum of FP32 products begins with
+//   matmul         two registers: a matrix an edge in each; rows of the left one, rows of the right one
 //   reduce         two registers, kind, first column of the result
 //   keep, scatter  register: rows of edges, sums by source
 //   total          register

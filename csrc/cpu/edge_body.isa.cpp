@@ -201,7 +201,33 @@ void map_binary(const Tile& t, const BodyStep& in, int64_t edges) {
   }
 }
 
+// Joins `count` rows of `width` values, one after the other.
+template <typename Combine>
+GNNC_INLINE void fold_rows(const float* x, int64_t count, int64_t width, float* out, const Combine& f) {
+  for_columns(width, [&](int64_t c, auto n) {
+    Floats all = load(x + c, n);
+    for (int64_t k = 1; k < count; ++k) all = f(all, load(x + k * width + c, n));
+    store(out + c, all, n);
+  });
+}
+
+void fold_side_by_side(const Tile& t, const BodyStep& in, int64_t edges) {
+  const View to = t.view(in.to), x = t.view(in.a);
+  for (int64_t e = 0; e < edges; ++e) {
+    for (int64_t c = 0; c < to.width; c += in.d) {
+      const float* values = x.row(e) + c * in.b;
+      float* out = to.row(e) + c;
+      if (in.c == 0) {
+        fold_rows(values, in.b, in.d, out, [](Floats a, Floats b) { return a + b; });
+      } else {
+        fold_rows(values, in.b, in.d, out, [](Floats a, Floats b) { return (b > a) | (b != b) ? b : a; });
+      }
+    }
+  }
+}
+
 void fold(const Tile& t, const BodyStep& in, int64_t edges) {
+  if (in.d > 1) return fold_side_by_side(t, in, edges);
   const View to = t.view(in.to), x = t.view(in.a);
   for (int64_t e = 0; e < edges; ++e) {
     float* row = to.row(e);
@@ -245,6 +271,16 @@ void multiply(const Tile& t, const BodyStep& in, int64_t edges) {
     const Factor a{x.data + h * w.inputs, x.stride, 1, edges}, b{values_of(w), padded_outputs(w), 1, w.inputs};
     const RowsOut out{to.data + h * w.outputs, to.stride};
     add_product(a, b, w.outputs, is_bias ? summand : none, is_bias ? none : summand, out);
+  }
+}
+
+void multiply_matrices(const Tile& t, const BodyStep& in, int64_t edges) {
+  const View to = t.view(in.to), left = t.view(in.a), right = t.view(in.b);
+  const int64_t rows = in.c, terms = in.d, columns = right.width / terms;
+  const Rows none{nullptr, 0};
+  for (int64_t e = 0; e < edges; ++e) {
+    const Factor a{left.row(e), terms, 1, rows}, b{right.row(e), columns, 1, terms};
+    add_product(a, b, columns, none, none, {to.row(e), columns});
   }
 }
 
@@ -393,6 +429,8 @@ void run_step(const Tile& t, const BodyStep& in, int64_t edges) {
       return narrow(t, in, edges);
     case BodyOp::product:
       return multiply(t, in, edges);
+    case BodyOp::matmul:
+      return multiply_matrices(t, in, edges);
     case BodyOp::reduce:
       return reduce(t, in);
     case BodyOp::keep:
@@ -407,7 +445,7 @@ void run_step(const Tile& t, const BodyStep& in, int64_t edges) {
 }
 
 // Returns whether a step computes a uniform register.
-bool is_prepared(const Tile& t, const BodyStep& in) { return in.op <= BodyOp::product && t.is_uniform(in.to); }
+bool is_prepared(const Tile& t, const BodyStep& in) { return in.op < BodyOp::reduce && t.is_uniform(in.to); }
 
 void run_tile(Tile& t) {
   for (const BodyStep& in : t.args.steps) {

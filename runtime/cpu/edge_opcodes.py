@@ -26,6 +26,7 @@ class BodyOp(IntEnum):
     FOLD = auto()
     NARROW = auto()
     PRODUCT = auto()
+    MATMUL = auto()
     REDUCE = auto()
     KEEP = auto()
     TOTAL = auto()
@@ -140,7 +141,7 @@ class Steps:
 
 
 def _integers(numbers: Iterable[int]) -> Tensor:
-    return torch.tensor(list(numbers), dtype=torch.int64)
+    return torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
 
 
 def add_in_products(steps: Sequence[Step], registers: Sequence[tuple[int, int]]) -> list[Step]:

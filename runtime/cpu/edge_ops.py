@@ -24,6 +24,8 @@ from gnnc.runtime.cpu.parts import Part
 from gnnc.runtime.row_program.build import Refusal
 
 _QUANTIZED = "int8/row"
+_RIGHT = {"matmul": "other", "bmm": "mat2"}
+"""Name of the right operand of a product of matrices."""
 _POWERS = {2: Unary.SQUARE, 0.5: Unary.SQRT, -0.5: Unary.RSQRT, -1: Unary.RECIP}
 
 
@@ -193,6 +195,14 @@ def _mm(translator: Translator, node: Node) -> Any:
     return translator.product(node, x, weight, None, True)
 
 
+def _matmul(translator: Translator, node: Node) -> Any:
+    x, weight = argument(node, "self"), argument(node, _RIGHT[op_name(node)])
+    left, right = translator.value_of(x), translator.value_of(weight)
+    if isinstance(right, Value) and right.uniform and right.table.dim() == 2:
+        return translator.product(node, x, weight, None, True)
+    return translator.matmul(of_edges(left), of_edges(right))
+
+
 def _addmm(translator: Translator, node: Node) -> Any:
     if unpack(node, "beta", "alpha") != (1, 1):
         raise Refusal(f"{aten_name(node)} has factors")
@@ -311,6 +321,8 @@ _SPECIAL: dict[str, Callable[[Translator, Node], Any]] = {
     "linear": _linear,
     "mm": _mm,
     "addmm": _addmm,
+    "matmul": _matmul,
+    "bmm": _matmul,
     "index_select": _index_select,
     "embedding": _embedding,
     "cat": _joined,

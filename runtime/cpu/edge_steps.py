@@ -279,12 +279,16 @@ class Translator:
     def in_order(self, value: Value) -> int:
         """Return a register whose row is the elements of a value in their order."""
         register, wanted = self.held(value), value.table.flatten()
-        width = self._steps.registers[register][0]
-        if wanted.numel() == width and bool((wanted == torch.arange(width)).all()):
+        if self._is_in_order(value):
             return register
         to = register_of(self.new(wanted.shape, value.uniform))
         self.move(to, register, range(wanted.numel()), wanted.tolist())
         return to
+
+    def _is_in_order(self, value: Value) -> bool:
+        """Return whether the row of a value's register is its elements in their order."""
+        width = self._steps.registers[self.held(value)][0]
+        return torch.equal(value.table.flatten(), torch.arange(width))
 
     def move(self, to: int, register: int, places: Sequence[int], sources: Sequence[int]) -> None:
         """Add the step that writes elements of one register to places of another."""
@@ -380,11 +384,14 @@ class Translator:
         table, axes = value.table, sorted(dim % value.table.dim() for dim in dims)
         kept = [dim for dim in range(table.dim()) if dim not in axes]
         count = math.prod(table.shape[dim] for dim in axes)
-        ordered = Value(value.register, table.permute(*kept, *axes), value.uniform, value.const)
-        register = self.in_order(ordered)
+        last = Value(value.register, table.permute(*kept, *axes), value.uniform, value.const)
+        side_by_side = 1
+        if not self._is_in_order(last) and _are_adjacent(axes, table.shape):
+            last, side_by_side = value, math.prod(table.shape[axes[-1] + 1 :])
+        register = self.in_order(last)
         shape = [1 if dim in axes else size for dim, size in enumerate(table.shape) if keepdim or dim in kept]
         result = self.new(shape, value.uniform)
-        self.add(BodyOp.FOLD, register_of(result), register, count, int(largest))
+        self.add(BodyOp.FOLD, register_of(result), register, count, int(largest), side_by_side)
         return result
 
     def weight(self, value: Value, is_kn: bool, scales: int = -1) -> int:
@@ -418,6 +425,17 @@ class Translator:
         result = self.new(self.shape_of_product(node), False)
         count = math.prod(rows.table.shape[:-1])
         self.add(BodyOp.PRODUCT, register_of(result), register, weight, bias, count)
+        return result
+
+    def matmul(self, left: Value, right: Value) -> Value:
+        """Add the step of a product of two matrices of each edge."""
+        shapes = left.table.shape, right.table.shape
+        if any(len(shape) != 3 or shape[0] != 1 for shape in shapes) or (left.uniform and right.uniform):
+            raise Refusal("it multiplies no single matrix of each edge by another")
+        (_, rows, terms), (_, _, columns) = shapes
+        registers = self.in_order(left), self.in_order(right)
+        result = self.new((1, rows, columns), False)
+        self.add(BodyOp.MATMUL, register_of(result), *registers, rows, terms)
         return result
 
     def _bias(self, node: Node, bias: Node) -> int:
@@ -544,6 +562,12 @@ def register_of(value: Value) -> int:
 def table_of(shape: Sequence[int]) -> Tensor:
     """Return the table of a value of a shape whose elements are in order."""
     return torch.arange(math.prod(shape)).reshape(tuple(shape))
+
+
+def _are_adjacent(axes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether only dimensions of one element lie between some dimensions, in order."""
+    between = set(range(axes[0], axes[-1] + 1)) - set(axes)
+    return all(shape[dim] == 1 for dim in between)
 
 
 def _padded(width: int) -> int:

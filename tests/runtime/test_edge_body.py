@@ -74,7 +74,27 @@ CHOSEN = (
     "t0 = aten.index_select.default(c1, 0, e1); t1 = aten.mul.Tensor(t0, j0); "
     "t2 = aten.embedding.default(c1, e1); t3 = aten.add.Tensor(t1, t2); return t3"
 )
+FOLDS = (
+    "t0 = aten.view.default(j0, [-1, 2, 4, 2]); t1 = aten.sum.dim_IntList(t0, [2]); "
+    "t2 = aten.amax.default(t0, [1]); t3 = aten.sum.dim_IntList(t0, [1, 2]); "
+    "t4 = aten.mean.dim(t0, [2], True); t5 = aten.mul.Tensor(t0, t4); "
+    "t6 = aten.amax.default(t5, [1, 2], True); "
+    "t7 = aten.transpose.int(t5, 1, 3); t8 = aten.sum.dim_IntList(t7, [1]); "
+    "t9 = aten.reshape.default(t1, [-1, 4]); t10 = aten.reshape.default(t2, [-1, 8]); "
+    "t11 = aten.reshape.default(t6, [-1, 2]); t12 = aten.reshape.default(t8, [-1, 8]); "
+    "t13 = aten.cat.default([t9, t10, t3, t11, t12], 1); return t13"
+)
+MATRICES = (
+    "t0 = aten.linear.default(e0, c0, None); t1 = aten.view.default(t0, [-1, 8, 2]); "
+    "t2 = aten.view.default(j0, [-1, 2, 8]); t3 = aten.matmul.default(t2, t1); "
+    "t4 = aten.transpose.int(t3, 1, 2); t5 = aten.bmm.default(t1, t4); "
+    "t6 = aten.view.default(c1, [1, 16, 16]); t7 = aten.view.default(t5, [-1, 1, 16]); "
+    "t8 = aten.matmul.default(t7, t6); t9 = aten.matmul.default(t8, c1); "
+    "t10 = aten.reshape.default(t9, [-1, 16]); return t10"
+)
 BODIES = {
+    "folds": FOLDS,
+    "matrices": MATRICES,
     "chosen": CHOSEN,
     "mlp": MLP,
     "heads": HEADS,
@@ -295,6 +315,16 @@ def test_what_is_not_finite_stays_so(bad: float, reduce: str) -> None:
         ("t0 = aten.select.int(j0, 0, 0); return t0", "rows of edges|dimension of edges"),
         ("t0 = aten.mm.default(c0, c1); t1 = aten.mm.default(j0, t0); return t1", "weight"),
         ("t0 = aten.add.Tensor(j1, j1); return t0", "int64"),
+        (
+            "t0 = aten.view.default(j0, [-1, 2, 4, 2]); t1 = aten.transpose.int(t0, 2, 3); "
+            "t2 = aten.matmul.default(t0, t1); return t2",
+            "single matrix",
+        ),
+        (
+            "t0 = aten.view.default(j0, [-1, 4, 4]); t1 = aten.view.default(t0, [-1, 2, 2]); "
+            "t2 = aten.bmm.default(t1, t1); return t2",
+            "single matrix",
+        ),
     ],
 )
 def test_refuses(body: str, reason: str) -> None:
@@ -310,6 +340,15 @@ def test_ids_out_of_range_are_refused(bad: int) -> None:
     e[1][50] = bad
     with pytest.raises(RuntimeError, match="out of bounds"):
         edge_body(g, CHOSEN, "", (i, j, e, c), (99, 16))
+
+
+@pytest.mark.parametrize("dims", [[1], [2], [3], [1, 2], [2, 3], [1, 2, 3]])
+def test_sums_over_adjacent_dimensions_move_nothing(dims: list[int]) -> None:
+    body = (
+        f"t0 = aten.view.default(j0, [-1, 2, 4, 2]); t1 = aten.sum.dim_IntList(t0, {dims}, True); return t1"
+    )
+    steps = translate(body, {"j0": torch.randn(5, 16)}, [Part("edges")]).steps
+    assert [step[0] for step in steps] == [BodyOp.LOAD, BodyOp.FOLD, BodyOp.KEEP]
 
 
 def test_runs_put_elements_in_order() -> None:

@@ -141,6 +141,7 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
             (*_edge_body(g, _EDGE_MLP, "sum,softmax", x), [torch.zeros(ROWS, 8)]),
             (*_edge_body(g, _EDGE_CHOSEN, "mean", x), [torch.zeros(ROWS, width)]),
             (*_edge_body(g, _EDGE_OUTER, None, x), [torch.zeros(4, width)]),
+            (*_edge_body(g, _EDGE_MATRICES, "sum", x), [torch.zeros(ROWS, 2)]),
             _several_results(g, x),
         ],
         "attention": [
@@ -157,6 +158,11 @@ _EDGE_MLP = (
 )
 _EDGE_CHOSEN = "t0 = aten.index_select.default(c0, 0, e1); t1 = aten.add.Tensor(t0, j0); return t1"
 _EDGE_OUTER = "t0 = aten.t.default(e0); t1 = aten.mm.default(t0, j0); return t1"
+
+_EDGE_MATRICES = (
+    "t0 = aten.view.default(e0, [-1, 2, 2]); t1 = aten.bmm.default(t0, t0); "
+    "t2 = aten.sum.dim_IntList(t1, [1]); return t2"
+)
 
 
 def _edge_body(g: Graph, body: str, reduce: str | None, x: Tensor) -> tuple[Any, ...]:
