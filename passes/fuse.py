@@ -35,6 +35,7 @@ from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
 from gnnc.ir.row_steps import GRADIENT_STEPS
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import Context
+from gnnc.passes.join_bodies import KIND as BODIES
 from gnnc.passes.rewrite.grouping import Group, Partition, contract
 from gnnc.passes.rewrite.row_bodies import grow_row_bodies
 from gnnc.target import Target
@@ -113,7 +114,8 @@ class Fuse:
 
 def _is_in_bodies(weight: Node) -> bool:
     """Return whether bodies, whose kernels quantize no weights, read a weight in another form."""
-    return any(has_body(reader) for user in weight.users for reader in user.users)
+    readers = [reader for user in weight.users for reader in user.users]
+    return any(has_body(reader) or reader.meta.get("kind") == BODIES for reader in readers)
 
 
 def _has_rows(node: Node) -> bool:

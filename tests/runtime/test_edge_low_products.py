@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from edge_bodies import Groups, edge_body
+from edge_layers import EDGE_LAYERS, arguments_of
 from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, same_at_any_thread_count
 from torch import Tensor, nn
 from torch_geometric.nn import EdgeConv
@@ -170,3 +171,16 @@ def test_weights_are_quantized_by_a_kernel():
     compiled(torch.randn(50, 16), torch.randint(50, (2, 300)))
     assert "_scale, w0_q" in str(compiled)
     assert "reference" not in str(compiled)
+
+
+def test_kernels_quantize_the_weights_of_bodies_that_run_in_one_pass() -> None:
+    layer = EDGE_LAYERS["EGNN"]
+    model, given = layer.build().eval(), arguments_of(layer, 20, 60)
+    compiled = gnnc.compile(model, "int8", backend="cpu")
+    with torch.no_grad():
+        compiled(**given)
+    program = compiled._dispatch.last
+    names = dict(program.executable.kernels)
+    assert "joint_bodies" in names.values()
+    made = [str(node.target) for node in program.parts.forward.graph.nodes if node.op == "call_function"]
+    assert "gnnc.quantize.default" not in made and "gnnc.scale.default" not in made
