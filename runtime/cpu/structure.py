@@ -9,6 +9,8 @@ from torch.fx import Node
 from gnnc.capture.edge_index import Order, cached_order
 from gnnc.errors import GraphError
 from gnnc.ir.nodes import operand, unpack
+from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.program.launches import expr
 from gnnc.runtime.registry import STRUCTURE, Decline, kernel
 from gnnc.runtime.structure.kernels import PartEmitter, structure_kernel
 
@@ -133,6 +135,25 @@ def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> Csr:
     nodes = torch.arange(num_dst, dtype=torch.int32)
     rows = torch.repeat_interleave(nodes, rowptr.diff(), output_size=edges)
     return csr(rows, col, num_dst, num_src)
+
+
+@kernel("gnnc.csr_transpose", backend="cpu", name="csr_transpose_at_each_call")
+class TransposeAtEachCall:
+    """Kernel ``csr_transpose`` where the number of sources is no size of the arguments, but of a value."""
+
+    @staticmethod
+    def plan(node: Node) -> None:
+        """Take any node."""
+
+    @staticmethod
+    def emit(plan: None, node: Node, emitter: Emitter) -> None:
+        """Write the call."""
+        arguments = [emitter.argument(value) for value in unpack(node, "rowptr", "col", "num_src")]
+        result = emitter.let_call("csr", emitter.bind(csr_transpose, "csr_transpose"), arguments)
+        emitter.define(node, result)
+        for index, user in enumerate(emitter.outputs(node)):
+            if user is not None:
+                emitter.define(user, expr("{}[{}]", result, index))
 
 
 @structure_kernel("gnnc.degree", backend="cpu", name="degree")

@@ -47,6 +47,21 @@ def test_programs_call_the_kernels() -> None:
         assert relative_error(Executable(lowered)(*values), gm(*values)) < 1e-6
 
 
+@pytest.mark.parametrize("edges", [150, 0])
+def test_a_transpose_at_each_call_is_that_of_the_op(edges: int) -> None:
+    rows, col = torch.randint(30, (edges,)).sort()[0], torch.randint(40, (edges,), dtype=torch.int32)
+    rowptr = torch.searchsorted(rows, torch.arange(31))
+
+    def transpose(rowptr: Tensor, col: Tensor) -> tuple[Tensor, ...]:
+        return GNNC.csr_transpose(rowptr, col, 40)
+
+    program = program_of(transpose, rowptr, col, backend="cpu")
+    assert [name for _, name in program.kernels] == ["csr_transpose_at_each_call"]
+    got, want = program(rowptr, col), transpose(rowptr, col)
+    assert len(got) == len(want) == 3
+    assert all(map(torch.equal, got, want))
+
+
 def test_int8_rows_are_dequantized_by_one_kernel() -> None:
     q, scale = torch.randint(-127, 128, (50, 47), dtype=torch.int8), torch.rand(50)
     other = torch.randn(50, 47)
