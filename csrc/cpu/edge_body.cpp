@@ -18,7 +18,7 @@ using Tensors = std::vector<Tensor>;
 using Numbers = std::vector<int64_t>;
 
 constexpr const char* kOp = "edge_body";
-constexpr int64_t kTileFloats = 32 << 10;  // of all registers: 128 KB, which L2 holds beside the weights
+constexpr int64_t kTileFloats = 8 << 10;  // of all registers: 32 KB, which L1 holds; L2 holds the weights
 constexpr int64_t kLeastEdges = 32, kMostEdges = 128;
 constexpr int64_t kMostChunks = 64;                 // of a sum over all edges, each of which has sums of its own
 constexpr int64_t kMostPending = int64_t{1} << 26;  // floats of edges that wait to be added to their sources
