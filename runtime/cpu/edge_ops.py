@@ -18,8 +18,8 @@ from gnnc.runtime.cpu.edge_steps import (
     Value,
     of_edges,
     register_of,
-    table_of,
 )
+from gnnc.runtime.cpu.edge_tables import table_of
 from gnnc.runtime.cpu.parts import Part
 from gnnc.runtime.row_program.build import Refusal
 

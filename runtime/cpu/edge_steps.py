@@ -26,6 +26,7 @@ from gnnc.runtime.cpu.edge_opcodes import (
     Unary,
     add_in_products,
 )
+from gnnc.runtime.cpu.edge_tables import are_adjacent, runs_of, table_of
 from gnnc.runtime.cpu.parts import Part
 from gnnc.runtime.row_program.build import Refusal
 
@@ -386,7 +387,7 @@ class Translator:
         count = math.prod(table.shape[dim] for dim in axes)
         last = Value(value.register, table.permute(*kept, *axes), value.uniform, value.const)
         side_by_side = 1
-        if not self._is_in_order(last) and _are_adjacent(axes, table.shape):
+        if not self._is_in_order(last) and are_adjacent(axes, table.shape):
             last, side_by_side = value, math.prod(table.shape[axes[-1] + 1 :])
         register = self.in_order(last)
         shape = [1 if dim in axes else size for dim, size in enumerate(table.shape) if keepdim or dim in kept]
@@ -559,17 +560,6 @@ def register_of(value: Value) -> int:
     return value.register
 
 
-def table_of(shape: Sequence[int]) -> Tensor:
-    """Return the table of a value of a shape whose elements are in order."""
-    return torch.arange(math.prod(shape)).reshape(tuple(shape))
-
-
-def _are_adjacent(axes: Sequence[int], shape: Sequence[int]) -> bool:
-    """Return whether only dimensions of one element lie between some dimensions, in order."""
-    between = set(range(axes[0], axes[-1] + 1)) - set(axes)
-    return all(shape[dim] == 1 for dim in between)
-
-
 def _padded(width: int) -> int:
     """Return the floats of a row of a register."""
     return _up(width, _LANES)
@@ -595,19 +585,3 @@ def _check_sizes(operands: Mapping[str, Tensor]) -> None:
         sizes = operand.shape if name[0] == "c" else operand.shape[1:]
         if any(not isinstance(size, int) for size in sizes):
             raise Refusal(f"the sizes of {name} are not fixed")
-
-
-def runs_of(places: Sequence[int], sources: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield runs of adjacent places whose sources are equally far apart: place, source, length, step."""
-    start = 0
-    while start < len(places):
-        end, step = start + 1, 1
-        while end < len(places) and places[end] == places[end - 1] + 1:
-            apart = sources[end] - sources[end - 1]
-            if end == start + 1 and apart >= 0:
-                step = apart
-            elif apart != step:
-                break
-            end += 1
-        yield places[start], sources[start], end - start, step
-        start = end

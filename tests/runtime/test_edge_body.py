@@ -25,7 +25,7 @@ from gnnc.ir.message import MESSAGE_REDUCTIONS
 from gnnc.ir.vjp import Operand, body_gradients
 from gnnc.runtime.cpu.edge_opcodes import Binary, BodyOp, Reduction, Unary
 from gnnc.runtime.cpu.edge_ops import translate
-from gnnc.runtime.cpu.edge_steps import runs_of
+from gnnc.runtime.cpu.edge_tables import runs_of
 from gnnc.runtime.cpu.parts import Part
 from gnnc.runtime.row_program.build import Refusal
 
