@@ -45,7 +45,11 @@ from layer_zoo import LAYERS, WIDTH, arguments
 PRECISIONS = {"cuda": ("fp32", "fp16", "int8"), "cpu": ("fp32", "bf16", "int8")}
 SPEEDUPS = {"fp32": 1, "bf16": 2, "fp16": 2, "int8": 4}
 """Products of each precision in the time of one in FP32, by vector instructions."""
-SHAPES = {"small": graphs.Shape(20_000, 200_000, WIDTH, 8, 1.0), **graphs.SHAPES}
+SHAPES = {
+    "tiny": graphs.Shape(300, 2_500, WIDTH, 8, 1.0),
+    "small": graphs.Shape(20_000, 200_000, WIDTH, 8, 1.0),
+    **graphs.SHAPES,
+}
 _PEERS = ("eager", "torch.compile")
 
 
