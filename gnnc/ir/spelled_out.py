@@ -27,10 +27,9 @@ class _NormalizedRows(torch.autograd.Function):
         return normed, scale
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor | None, scale_grad: Tensor | None
-    ) -> tuple[Tensor | None, None, None]:
-        """Return the gradient of x; ``scale_grad`` is there in second gradients alone."""
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, None, None]:
+        """Return the gradient of x; that of the factors is there in second gradients alone."""
+        grad, scale_grad = grad_outputs
         normed, scale = ctx.saved_tensors
         found = None
         if grad is not None:

@@ -10,8 +10,8 @@
 // edges at a time (edge_stages.cuh): a body with such stages is run by edge_map_tiles and message_tiles. A tile of
 // message holds the edges of several entries of a run, as they follow each other, so that short rows fill it, too.
 // Traffic: an edge: the bytes that the body reads (neighbouring columns share sectors) and 4 B of col; edge_map 4 B of
-// rows and sizeof(T) kWidth B of result an edge, message 4 kWidth B of each result a row and 8 B of every column of a state a
-// part of a row that is split.
+// rows and sizeof(T) kWidth B of result an edge, message 4 kWidth B of each result a row and, for each part of a row
+// that is split, 8 B of every column of a state.
 // Floor: these bytes at copy bandwidth, or, where the body reads rows of the sources, the gather of those rows; or the
 // multiply-adds of the products.
 //
