@@ -142,6 +142,8 @@ def _is_sum(node: Node) -> bool:
     if aten_name(node) != "add.Tensor" or argument(node, "alpha") != 1:
         return False
     terms = unpack(node, "self", "other")
+    if terms[0] is terms[1]:  # its slices would count once
+        return False
     return all(
         isinstance(term, Node)
         and holds_tensor(term)

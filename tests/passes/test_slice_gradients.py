@@ -54,6 +54,11 @@ FILLED = {
         (X, Y, ROW, ALL),
         ["slice", "cat", "slice", "cat", "add"],
     ),
+    "a sum with itself": (
+        lambda x, y: (t := cut(x, 0, 2) + cut(y, 2, 6)) + t,
+        (X, Y),
+        ["cat", "add"],
+    ),
     "a slice of everything": (lambda a: cut(a, 0, 6).exp(), (ALL,), ["exp"]),
     "twice": (
         lambda x, y: cut(x, 0, 2) + cut(y, 2, 6) + cut(x.exp(), 0, 2) + cut(y.exp(), 2, 6),
@@ -80,6 +85,7 @@ LEFT = {
         (X, Y),
     ),
     "a sum with a factor": (lambda x, y: torch.add(cut(x, 0, 2), cut(y, 2, 6), alpha=2), (X, Y)),
+    "a slice with itself": (lambda x, y: (s := cut(x, 0, 2)) + s + cut(y, 2, 6), (X, Y)),
     "another op reads one": (lambda x, y: (s := cut(x, 0, 2)) + cut(y, 2, 6) + s.exp(), (X, Y)),
 }
 
