@@ -12,7 +12,7 @@ from gnnc.runtime.program.launches import expr
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program.build import Refusal, fixed_width, planned
 
-_PIECES = {16: "int4", 8: "int2", 4: "int32_t", 2: "int16_t"}
+_PIECES = {16: "int4", 8: "int2", 4: "int32_t", 2: "int16_t", 1: "int8_t"}
 """C++ types of what a thread copies, by their bytes."""
 _IDS = {torch.int64: "int64_t", torch.int32: "int32_t"}
 

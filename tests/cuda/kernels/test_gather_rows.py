@@ -29,6 +29,13 @@ def test_rows_are_those_that_ids_name(sizes: tuple[int, ...], dtype: torch.dtype
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("sizes", [(), (3,), (16,)], ids=str)
+def test_rows_of_masks(sizes: tuple[int, ...]) -> None:
+    x, index = torch.rand(300, *sizes) < 0.5, torch.randint(300, (1000,))
+    assert torch.equal(run_on_cuda(picked, "gather_rows", x, index), picked(x, index))
+
+
+@pytest.mark.cuda
 def test_no_id_picks_no_row() -> None:
     for rows in (0, 5):
         got = run_on_cuda(picked, "gather_rows", torch.randn(rows, 4), torch.empty(0, dtype=torch.int64))
