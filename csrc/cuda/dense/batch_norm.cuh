@@ -29,6 +29,12 @@ __global__ void __launch_bounds__(256) batch_norm_moments(BatchNormMomentsArgs a
   begin_kernel();
   const int column = static_cast<int>(blockIdx.x * 256 + threadIdx.x);
   if (column >= kWidth) return;
+  if (args.rows == 0) {  // the running moments stay, as in torch
+    args.mean[column] = args.factor[column] = 0.0f;
+    args.next_mean[column] = args.running_mean[column];
+    args.next_var[column] = args.running_var[column];
+    return;
+  }
   const auto rows = static_cast<float>(args.rows);
   const float mean = args.sum[column] / rows, squares = args.squares[column];
   args.mean[column] = mean;

@@ -42,6 +42,13 @@ def test_rows_and_moments(rows: int, width: int, count: int) -> None:
 
 
 @pytest.mark.cuda
+def test_no_rows_leave_the_running_moments() -> None:
+    moments = torch.randn(4), torch.rand(4)
+    rows, *_, mean, var = run_fused_on_cuda(norm, ["batch_norm"], torch.randn(0, 4), *moments)
+    assert rows.shape == (0, 4) and torch.equal(mean, moments[0]) and torch.equal(var, moments[1])
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_gradient(rows: int, width: int, is_weighted: bool) -> None:
