@@ -2,8 +2,9 @@
 
 The gradient of each operand of a body runs that body again. Where kernels run one body a pass over the
 edges, a value that several bodies compute becomes the result of an ``edge_map``, if to compute it again costs
-more than to write and to read it. It has 16 bits where products behind it have. What a comparison depends on
-is not stored: the gradient of a maximum compares values with those of the forward pass, bit by bit.
+more than to write and to read it. It has 16 bits where products have that read it, or that it comes from, unless
+a function such as a cosine depends on it. What a comparison depends on is not stored: the gradient of a maximum
+compares values with those of the forward pass, bit by bit.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,6 +27,7 @@ from gnnc.ir.body import (
     step_work,
     tensors_of,
 )
+from gnnc.ir.exact_reads import reads_exactly
 from gnnc.ir.graph import placeholders
 from gnnc.ir.joint_body import JointBody
 from gnnc.ir.nodes import argument, is_view, op_name, set_argument, unpack
@@ -62,11 +64,13 @@ class ShareSteps:
         """Return the program with fewer steps in the bodies of its backward graph."""
         gm = parts.backward
         assert gm is not None
-        transposes = Transposes(gm, parts)
+        transposes, sums = Transposes(gm, parts), dict[Node, Node]()
         for edges, members in _by_edges(gm, transposes).items():
             steps = SharedSteps(members)
             if steps.stored:
-                _rewrite(steps, edges, NodeBuilder(gm), transposes, ctx)
+                sums |= _rewrite(steps, edges, NodeBuilder(gm), transposes, ctx)
+        for node, made in sums.items():  # last: until here the members' operands are the nodes as they were
+            node.replace_all_uses_with(made)
         gm.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
         unread = {source.name for node in placeholders(gm) if not node.users and is_structure(node)
                   if (source := source_of(node)) is not None}  # fmt: skip
@@ -142,6 +146,7 @@ class SharedSteps:
         self._tensors = self._shapes()
         self._exact = self._compared()
         self._low = self._behind_low_products()
+        self._absolute = self._read_exactly()
         self.reasons: dict[Node, str] = {}
         self.stored = self._decide()
 
@@ -160,6 +165,14 @@ class SharedSteps:
                 found.add(node)
         return found
 
+    def _read_exactly(self) -> set[Node]:
+        """Return the values that a function of absolute size, such as ``cos``, or a conversion depends on."""
+        found = set[Node]()
+        for node in reversed(self._nodes):
+            if any(reads_exactly(user) or user in found for user in node.users):
+                found.add(node)
+        return found
+
     def _behind_low_products(self) -> set[Node]:
         """Return the values that depend on operands of 16 bits, as those of products are."""
         found = set[Node]()
@@ -170,7 +183,7 @@ class SharedSteps:
         return found
 
     def _is_branch(self, node: Node) -> bool:
-        """Return whether a value of many columns has several readers; otherwise its reader may be stored."""
+        """Return whether a value has many columns and several readers: a single one is stored instead."""
         value = self._tensors.get(node)
         if value is None or node.op != "call_function" or is_view(node) or node in self._exact:
             return False
@@ -182,7 +195,7 @@ class SharedSteps:
         return {number for number, results in enumerate(self.results) if node in results}
 
     def _decide(self) -> list[Node]:
-        """Return the values to store; a stored value stands for its own readers.
+        """Return the values to store, each of which counts as one reader of what it is computed from.
 
         Values are judged from the last one on, as if no other before them were stored. One that is then cheap
         to compute from others that are stored is not.
@@ -227,9 +240,9 @@ class SharedSteps:
         )
 
     def _dtype(self, node: Node) -> torch.dtype:
-        """Return the dtype to store a value in: that of the products that read it, or of those behind it."""
+        """Return the dtype to store a value in: that of the products that read it, or that it comes from."""
         value = self._tensors[node]
-        if value.dtype != torch.float32:
+        if value.dtype != torch.float32 or node in self._absolute:
             return value.dtype
         casts = {dtype for user in node.users if (dtype := _cast_to(user)) in _LOW}
         if len(casts) == 1:
@@ -255,7 +268,7 @@ class SharedSteps:
         )
 
     def readers_of_stored(self) -> Iterator[int]:
-        """Yield the numbers of the ops whose bodies read stored values."""
+        """Yield the numbers of the ops whose bodies read or return stored values."""
         for number, results in enumerate(self.results):
             if any(node in self.stored for node in self._cone(results, self.stored)):
                 yield number
@@ -298,6 +311,7 @@ class _Writer:
     Attributes:
         groups: the operands by kind.
         copies: the nodes of the body for those that it computes.
+        _rounded: the operand and the dtype of each stored value that it reads.
     """
 
     def __init__(self) -> None:
@@ -345,9 +359,14 @@ def _cast_to(node: Node) -> torch.dtype | None:
 
 def _rewrite(
     steps: SharedSteps, edges: Edges, builder: NodeBuilder, transposes: Transposes, ctx: Context
-) -> None:
-    """Insert an ``edge_map`` for each stored value, and let bodies read them."""
+) -> dict[Node, Node]:
+    """Insert an ``edge_map`` for each stored value, and let bodies read them.
+
+    Returns:
+        The messages that only read a stored value, each with the ``segment_reduce`` that is to replace it.
+    """
     values: dict[Node, Node] = {}
+    sums: dict[Node, Node] = {}
     for node in steps.stored:
         text, groups = steps.body([node], values, steps.conversion(node))
         layer = steps.first_reader(node).meta["layer"]
@@ -356,25 +375,24 @@ def _rewrite(
     for number in steps.readers_of_stored():
         member, results = steps.members[number], steps.results[number]
         if len(results) == 1 and results[0] in values and _sums_rows(member.node):
-            _sum_rows(member, values[results[0]], builder, transposes)
+            sums[member.node] = _sum_of_rows(member, values[results[0]], builder, transposes)
         else:
             _let_read(member, steps.body(results, values, None), set(values.values()), builder, transposes)
+    return sums
 
 
 def _sums_rows(node: Node) -> bool:
     return node.target is gnnc.message.default and argument(node, "reduce") in REDUCTIONS
 
 
-def _sum_rows(member: Member, value: Node, builder: NodeBuilder, transposes: Transposes) -> None:
-    """Replace a message that only reads a stored value by a ``segment_reduce``."""
+def _sum_of_rows(member: Member, value: Node, builder: NodeBuilder, transposes: Transposes) -> Node:
+    """Return the ``segment_reduce`` that computes a message that only reads a stored value."""
     node = member.node
     rowptr, reduce, rows = unpack(node, "rowptr", "reduce", "num_dst")
     perm = transposes.permutation(node, torch.int32) if member.by_source else None
-    made = builder.call(
+    return builder.call(
         gnnc.segment_reduce.default, rowptr, perm, value, reduce, rows, layer=node.meta["layer"]
     )
-    node.replace_all_uses_with(made)
-    node.graph.erase_node(node)
 
 
 def _let_read(

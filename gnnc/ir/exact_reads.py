@@ -62,6 +62,11 @@ def _inputs_of_body(node: Node, operands: Operands) -> Iterator[tuple[str, Reade
             yield str(inner.target), reader
 
 
+def reads_exactly(node: Node) -> bool:
+    """Return whether a step of a body reads values that must not be rounded."""
+    return _reads_of(node) is not None
+
+
 def exact_in_body(node: Node) -> dict[Node, Reader]:
     """Return the nodes of a body (of ``parse_body``) whose values must not be rounded, with the first reader.
 

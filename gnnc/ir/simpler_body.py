@@ -116,7 +116,9 @@ def _transposed_twice(writer: _Writer, node: Node) -> Node | None:
 
 
 def _first_power(writer: _Writer, node: Node) -> Node | None:
-    return _operand(node) if aten_name(node) == "pow.Tensor_Scalar" and node.args[1] == 1 else None
+    if aten_name(node) != "pow.Tensor_Scalar" or node.args[1] != 1:
+        return None
+    return _operand(node) if _operand(node).meta["val"].dtype == node.meta["val"].dtype else None
 
 
 def _before_expand(writer: _Writer, node: Node) -> Node | None:

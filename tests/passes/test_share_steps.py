@@ -57,11 +57,47 @@ class Scaled(nn.Module):
         return scatter((x[src] + x[dst]) * attr[:, :1].tanh(), dst, 0, x.shape[0], "sum")
 
 
+class Gated(nn.Module):
+    """Two layers without an op on the nodes between, so that bodies of one read sums of the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edge, self.gate = (
+            nn.ModuleList([nn.Linear(FEATURES, 128), nn.Linear(FEATURES, 128)]) for _ in range(2)
+        )
+        self.mlp = nn.ModuleList(
+            [nn.Sequential(nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 128)) for _ in range(2)]
+        )
+
+    def forward(self, x: Tensor, edge_index: Tensor, attr: Tensor) -> Tensor:
+        src, dst = edge_index
+        x = torch.cat([x, x], 1)
+        for edge, mlp, gate in zip(self.edge, self.mlp, self.gate, strict=True):
+            x = scatter(mlp(x[src] + edge(attr)) * gate(attr), dst, 0, x.shape[0], "sum")
+        return x
+
+
+class Cosine(nn.Module):
+    """Product of a value with the cosine of a large one, which is not rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            self.a.weight.mul_(300)
+
+    def forward(self, x: Tensor, edge_index: Tensor, attr: Tensor) -> Tensor:
+        src, dst = edge_index
+        t = self.a(torch.tanh(x[src] * x[dst]))
+        return scatter(self.b(t) * torch.cos(t), dst, 0, x.shape[0], "sum")
+
+
 LAYERS = {
     "mesh network": edge_layers.MeshGraphNet,
     "CG": lambda: CGConv(WIDTH, FEATURES),
     "GINE": lambda: GINEConv(edge_layers.mlp(WIDTH), edge_dim=FEATURES),
     "maximum": Maximum,
+    "two layers": Gated,
 }
 
 
@@ -102,7 +138,7 @@ def stored(compiled: gnnc.CompiledModel) -> list[fx.Node]:
     return [node for node in ops(compiled) if op_name(node) == "edge_map"]
 
 
-@pytest.mark.parametrize("name", ["mesh network", "CG", "maximum"])
+@pytest.mark.parametrize("name", ["mesh network", "CG", "maximum", "two layers"])
 def test_steps_are_stored_and_gradients_stay(name: str) -> None:
     torch.manual_seed(0)
     model, edge_index = LAYERS[name](), graph()
@@ -133,6 +169,15 @@ def test_rows_behind_products_of_16_bits_have_16_bits(name: str, precision: str)
     _, plain = step(model, precision, edge_index, "reference")
     for got, same, want in zip(found, plain, eager(model, edge_index), strict=True):
         assert relative_error(got, want) < 2 * relative_error(same, want) + 2e-2
+
+
+def test_what_a_cosine_depends_on_is_stored_in_its_own_dtype() -> None:
+    torch.manual_seed(0)
+    model, edge_index = Cosine(), graph()
+    compiled, found = step(model, "bf16", edge_index)
+    assert stored(compiled)
+    for got, want in zip(found, eager(model, edge_index), strict=True):
+        assert relative_error(got, want) < 2e-2
 
 
 def test_sums_of_a_stored_value_are_segment_reductions() -> None:
