@@ -105,6 +105,12 @@ class CudaEmitter(Emitter):
         dtype = self._base(node).meta["val"].dtype
         return self.padded(width, dtype) if dtype in BYTE_DTYPES else width
 
+    def stride_outside_arena(self, stride: int, width: int, dtype: torch.dtype) -> int:
+        """Return the stride that ``row_stride`` gives such rows."""
+        if stride == width:
+            return width
+        return self.padded(width, dtype) if dtype in BYTE_DTYPES else width
+
     def has_row_weights(self, node: Node) -> bool:
         """Return whether each row of ``matrix(node)`` holds its weight behind it (``gnnc::weight_place``)."""
         base, width = self._base(node), width_of(node)

@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.nodes import qtype_of, shape_of
+from gnnc.ir.qtype import BYTE_DTYPES
 from gnnc.ir.quantized import STATIC_RANGE
 from gnnc.runtime.program.checks import check_finite, check_range, check_values_in_range
 from gnnc.runtime.program.launches import (
@@ -100,12 +101,17 @@ class Emitter(Values):
         stride = width if dense or len(shape) < 2 else self.stride_for(node, width)
         buffer = self._buffer((rows, width), stride, dtype)
         if buffer is None:
-            dense = dtype.is_floating_point or stride == width
+            stride = self.stride_outside_arena(stride, width, dtype)
+            dense = stride == width or _is_dense(dtype)
             matrix = self._rows("t", self.size(rows), width, stride, dtype)
             return self._settle(node, matrix, width, is_dense=dense)
         value = self._values[node] = Value(buffer=buffer)
         value.matrix[width] = self._region(buffer, (rows, width), (stride, 1))
         return value.matrix[width]
+
+    def stride_outside_arena(self, stride: int, width: int, dtype: torch.dtype) -> int:
+        """Return the elements from one row to the next in memory that no arena gives."""
+        return stride
 
     def allocate_vector(self, node: Node) -> Expr:
         """Return the dense 1-D tensor that a kernel writes for ``node``."""
@@ -133,7 +139,7 @@ class Emitter(Values):
 
     def _rows(self, hint: str, rows: Expr, width: int, stride: int, dtype: torch.dtype) -> Expr:
         """Return a new matrix; rows of integers are padded, since kernels read whole blocks of them."""
-        if dtype.is_floating_point or stride == width:
+        if stride == width or _is_dense(dtype):
             return self.empty(hint, (rows, width), dtype)
         whole = self.empty(hint, (rows, stride), dtype)
         part = Columns(self.fresh(hint), whole.text, width)
@@ -246,3 +252,8 @@ def _escaping(graph_module: GraphModule) -> set[Node]:
         if node.op in ("call_function", "call_module") and may_alias(node):
             pending.extend(node.all_input_nodes)
     return found
+
+
+def _is_dense(dtype: torch.dtype) -> bool:
+    """Return whether rows are dense in memory of their own; kernels read whole blocks of quantized rows."""
+    return dtype.is_floating_point and dtype not in BYTE_DTYPES
