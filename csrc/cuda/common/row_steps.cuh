@@ -31,6 +31,7 @@ __device__ inline float as_float(float x) { return x; }
 __device__ inline float as_float(__half x) { return __half2float(x); }
 __device__ inline float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float as_float(int8_t x) { return static_cast<float>(x); }
+__device__ inline float as_float(uint8_t x) { return static_cast<float>(x); }
 __device__ inline float as_float(bool x) { return x ? 1.0f : 0.0f; }
 template <class T>
 __device__ inline float float_of(T x) {

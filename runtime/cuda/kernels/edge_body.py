@@ -248,7 +248,8 @@ class BodyWriter:
             kind = TYPES[self.operands[name].dtype]
             return f"step::as_float(reinterpret_cast<const {kind}*>(results + {row_of(name)})[{inner}])"
         row = f"{name} + {row} * {self.strides[name]}"
-        if self.in_vectors and self._row(name).piece == VECTOR and is_in_vector(inner):
+        has_vectors = self.in_vectors and self.operands[name].element_size() > 1
+        if has_vectors and self._row(name).piece == VECTOR and is_in_vector(inner):
             return f"step::as_float(one_of_four({row}, {inner}))"
         return f"step::as_float(({row})[{inner}])"
 

@@ -1,5 +1,6 @@
 """Lowering of elementwise ops on rows that branch, mask or concatenate: their body becomes CUDA C++."""
 
+import torch
 from torch.fx import Node
 
 from gnnc.ir.nodes import shape_of
@@ -22,6 +23,7 @@ _SINGLE = tuple(
     ).split()
 ) + tuple(f"aten.{name}" for name in GRADIENTS)
 """Ops that run in the kernel by themselves, too: a call of launches alone is replayed as a CUDA graph."""
+_LOW = (torch.float16, torch.bfloat16)
 
 
 @kernel("fused:map", *_SINGLE, backend="cuda", name="row_body", priority=5, elements=BYTES)
@@ -34,6 +36,8 @@ class RowBody:
         """Take bodies whose elements a thread can compute by itself."""
         plan = row_body.plan(node, stores_bool=True)
         values = {name: argument_of(node, index).meta["val"] for name, index in plan.operands}
+        if plan.dtype == torch.bool and any(value.dtype in _LOW for value in values.values()):
+            raise Refusal("it compares values of 16 bits, which torch does in their type")
         if write_body(plan.body, values, dict.fromkeys(values, 1)).block is not None:
             raise Refusal("it multiplies by a weight, or sums columns")
         return plan

@@ -195,6 +195,18 @@ def test_edge_values_with_a_product(inputs: int, outputs: int, graph: str) -> No
 
 
 @pytest.mark.cuda
+def test_a_mask_of_destinations_before_a_product() -> None:
+    """A mask has a byte an element, of which four are no vector."""
+    torch.manual_seed(0)
+    g, mask = GRAPHS["random"](), torch.rand(257, 16) < 0.5
+    body = "t0 = aten.where.self(i0, j0, j1); t1 = aten.mm.default(t0, c0); return t1"
+    source, weight = [torch.randn(g.num_src, 16) for _ in range(2)], torch.randn(16, 16)
+    got = run("message", g, body, ([mask], source, [], [weight]), "sum")
+    exact = [[mask], [rows.double() for rows in source], [], [weight.double()]]
+    assert relative_error(got, message_reference(g.rowptr, g.col, body, "sum", *exact, g.num_dst)) < 1e-6
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("graph", ["random", "no-edges", "one-edge"])
 @pytest.mark.parametrize("width", WIDTHS)

@@ -67,6 +67,34 @@ def test_masks_are_read_and_stored(name: str, rows: int, width: int) -> None:
     assert torch.equal(got.cpu(), MASKS[name](x, mask))
 
 
+def test_bytes_are_compared() -> None:
+    x = torch.randint(3, (70, 17), dtype=torch.uint8)
+    program = program_of(lambda x: x == 1, x.cuda(), backend="cuda")
+    assert dict(program.kernels).popitem()[1] == "row_body"
+    assert torch.equal(program(x.cuda())[0].cpu(), x == 1)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_values_of_16_bits_are_compared_by_torch() -> None:
+    """It rounds the number: 0.1 in bf16 is not larger than 0.1."""
+    program = program_of(lambda x: x > 0.1, torch.full((3, 4), 0.1).bfloat16(), backend="cuda-offline:sm_90")
+    assert [name for _, name in program.kernels] == ["reference"]
+
+
+class LateRows(nn.Module):
+    """A mask of as many rows as x has in which the first column is positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.index_select(0, (x[:, 0] > 0).nonzero().squeeze(1)) > 0.5).logical_not().any(1)
+
+
+def test_a_mask_of_rows_that_are_counted_late() -> None:
+    x = torch.rand(400, 5) - 0.2
+    x[::3] += 1
+    compiled = gnnc.compile(LateRows(), "fp32", backend="cuda")
+    assert torch.equal(compiled(x.cuda()).cpu(), LateRows()(x))
+
+
 @pytest.mark.usefixtures("compiler")
 def test_the_gradient_of_a_long_softmax_is_left_to_torch() -> None:
     given = torch.randn(9, 33), torch.randn(9, 33)
