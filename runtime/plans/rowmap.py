@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from gnnc.ir.nodes import holds_tensor
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
@@ -29,8 +30,8 @@ def plan(node: Node) -> Plan:
     inner = Inner(node)
     reasons = []
     for start, index in inner.operands.items():
-        if start.meta["val"].dtype not in build.ROW_DTYPES:
-            continue
+        if not holds_tensor(start) or start.meta["val"].dtype not in build.ROW_DTYPES:
+            continue  # a size, which a view reads, or other values
         try:
             width = build.fixed_width(start)
             program = build.build(inner, build.read_chain(inner, start), ())
