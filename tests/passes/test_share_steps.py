@@ -233,7 +233,7 @@ PRODUCT = "t0 = aten.add.Tensor(i0, j0); t1 = gnnc.gemm.default(t0, c0, None, Fa
         ),
         # two do not make up for writing it, in FP32
         ([PRODUCT + "t2 = aten.relu.default(t1); return t2"] * 2, []),
-        # what is compared, and all that it is computed from, stays
+        # operands of a comparison, and all values that they are computed from, stay in the bodies
         (
             [
                 PRODUCT + "t2 = aten.eq.Tensor(t1, i0); t3 = aten._to_copy.default(t2, dtype=torch.float32); "

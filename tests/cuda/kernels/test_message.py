@@ -212,7 +212,7 @@ def test_a_mask_of_destinations_before_a_product() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["several", "chain"])
 def test_edge_values_of_16_bits(name: str, width: int, graph: str, dtype: torch.dtype) -> None:
-    """They are those of FP32, rounded: of bodies with products and of those without."""
+    """Rows that edge_map stores in 16 bits are those of FP32, rounded, with or without products."""
     torch.manual_seed(0)
     g, body = GRAPHS[graph](), CASES[name][0].replace("return [t1, t0, t0, t0]", "return t1")
     groups = operands(name, g, width)

@@ -76,7 +76,7 @@ def test_bytes_are_compared() -> None:
 
 @pytest.mark.usefixtures("compiler")
 def test_values_of_16_bits_are_compared_by_torch() -> None:
-    """It rounds the number: 0.1 in bf16 is not larger than 0.1."""
+    """PyTorch rounds the number that a tensor is compared with: 0.1 in bf16 is not larger than 0.1."""
     program = program_of(lambda x: x > 0.1, torch.full((3, 4), 0.1).bfloat16(), backend="cuda-offline:sm_90")
     assert [name for _, name in program.kernels] == ["reference"]
 
