@@ -18,6 +18,7 @@ from gnnc.ir.body import GROUPS, body_text, name_operands, parse_body, values_of
 from gnnc.ir.body_sums import sum_of_values
 from gnnc.ir.joint_body import JointBody
 from gnnc.ir.nodes import argument, aten_name, same_shape, set_argument, shape_of, unpack
+from gnnc.ir.op import has_body
 from gnnc.ir.parts import GRADIENTS, Parts
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.node_builder import NodeBuilder
@@ -25,7 +26,6 @@ from gnnc.passes.rewrite.transposes import Transposes
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
-_BODIES = (gnnc.message.default, gnnc.edge_map.default, gnnc.edge_sum.default)
 _LINEAR_REDUCTIONS = (None, "sum", "mean")
 
 
@@ -37,7 +37,7 @@ class GradientSums:
 
     def applies(self, parts: Parts, ctx: Context) -> bool:
         """Return whether the graph holds gradients, and the backend computes what bodies share once."""
-        bodies = sum(node.target in _BODIES for node in parts.forward.graph.nodes)
+        bodies = sum(has_body(node) for node in parts.forward.graph.nodes)
         shares = ctx.target.joint_bodies or ctx.target.stored_steps
         return shares and GRADIENTS in parts.forward.meta and bodies > 1
 
@@ -69,7 +69,7 @@ def _same(left: Node, right: Node) -> bool:
 
 def _are_alike(left: Node, right: Node) -> bool:
     """Return whether two bodies run on the same edges, are reduced alike, and are read by their sum alone."""
-    if left.target not in _BODIES or left.target != right.target or len(left.users) + len(right.users) != 2:
+    if not has_body(left) or left.target != right.target or len(left.users) + len(right.users) != 2:
         return False
     how = [_reduction(node) for node in (left, right)]
     return how[0] == how[1] and how[0][0] in _LINEAR_REDUCTIONS
@@ -113,7 +113,7 @@ def _readers(total: Node, transposes: Transposes) -> list[_Reader]:
     """Return the bodies that read a sum one of whose summands copies rows; none where others read it."""
     found = []
     for user in total.users:
-        if user.target in _BODIES and transposes.of(user) is None:
+        if has_body(user) and transposes.of(user) is None:
             found.append(_Reader(user, None))
         elif transposes.in_order(user) is total and user.users:
             found += [_Reader(reader, user) for reader in user.users]
@@ -124,7 +124,7 @@ def _readers(total: Node, transposes: Transposes) -> list[_Reader]:
 
 def _copied(total: Node, reader: _Reader, transposes: Transposes) -> tuple[Node, Node] | None:
     """Return the summand that stays, and the rows of the destinations that the other one copies."""
-    if reader.node.target not in _BODIES:
+    if not has_body(reader.node):
         return None
     of = transposes.of(reader.node)
     if (of is None) != (reader.reordered is None):

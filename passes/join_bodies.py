@@ -16,6 +16,7 @@ from gnnc.ir.body import GROUPS
 from gnnc.ir.graph import clone
 from gnnc.ir.joint_body import BY_SOURCE
 from gnnc.ir.nodes import argument, unpack
+from gnnc.ir.op import has_body
 from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.grouping import Group, Partition, contract
@@ -26,8 +27,6 @@ gnnc = torch.ops.gnnc
 
 KIND = "bodies"
 """Kind of the submodules, as kernels are registered for it."""
-
-_BODIES = (gnnc.message.default, gnnc.edge_map.default, gnnc.edge_sum.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def _is_taken(call: Node, ctx: Context) -> bool:
 
 
 def _bodies(gm: fx.GraphModule) -> list[Node]:
-    return [node for node in gm.graph.nodes if node.target in _BODIES]
+    return [node for node in gm.graph.nodes if has_body(node)]
 
 
 def _join(gm: fx.GraphModule, transposes: Transposes) -> fx.GraphModule:
@@ -104,7 +103,7 @@ def _join(gm: fx.GraphModule, transposes: Transposes) -> fx.GraphModule:
                 partition.add(group, (member.node,))
                 groups.append((group, member.edges, set(member.rows)))
     for group, _, _ in groups:
-        if sum(node.target in _BODIES for node in group.nodes) == 1:
+        if sum(has_body(node) for node in group.nodes) == 1:
             partition.dissolve(group)
     return contract(gm, partition)
 

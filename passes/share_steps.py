@@ -7,7 +7,7 @@ unless a function such as a cosine depends on it. What a comparison depends on i
 a maximum compares values with those of the forward pass, bit by bit.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -22,7 +22,6 @@ from gnnc.ir.body import (
     GROUPS,
     KINDS,
     body_text,
-    parse_body,
     stand_in,
     step_work,
     tensors_of,
@@ -30,11 +29,12 @@ from gnnc.ir.body import (
 from gnnc.ir.exact_reads import reads_exactly
 from gnnc.ir.graph import placeholders
 from gnnc.ir.joint_body import JointBody
-from gnnc.ir.nodes import argument, is_view, op_name, set_argument, unpack
+from gnnc.ir.nodes import ancestors, argument, descendants, is_view, op_name, reached, set_argument, unpack
+from gnnc.ir.op import has_body
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import is_structure, source_of
 from gnnc.ir.sparse import REDUCTIONS
-from gnnc.ir.vjp import rename_operands
+from gnnc.ir.vjp import exchange_ends
 from gnnc.passes.base import Context
 from gnnc.passes.edges.rowwise import NARROW
 from gnnc.passes.rewrite.assumed_sizes import FLOPS_A_BYTE
@@ -45,7 +45,6 @@ from gnnc.torch_private import LazyGraphModule
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
-_BODIES = (gnnc.message.default, gnnc.edge_map.default, gnnc.edge_sum.default)
 _LOW = (torch.float16, torch.bfloat16)
 Groups = tuple[list[Node], ...]
 
@@ -80,7 +79,7 @@ class ShareSteps:
 
 
 def _bodies(gm: fx.GraphModule) -> list[Node]:
-    return [node for node in gm.graph.nodes if node.target in _BODIES]
+    return [node for node in gm.graph.nodes if has_body(node)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +112,9 @@ def _by_edges(gm: fx.GraphModule, transposes: Transposes) -> dict[Edges, list[Me
             continue
         in_order = [transposes.in_order(value) for value in edge]
         if None not in in_order:
-            member = Member(node, _ends_exchanged(text), (src, dst, in_order, const), True)
+            member = Member(node, exchange_ends(text), (src, dst, in_order, const), True)
             found.setdefault(of, []).append(member)
     return found
-
-
-def _ends_exchanged(text: str) -> str:
-    names = [str(node.target) for node in parse_body(text).graph.find_nodes(op="placeholder")]
-    ends = {"i": "j", "j": "i"}
-    return rename_operands(text, {name: ends[name[0]] + name[1:] for name in names if name[0] in ends})
 
 
 class SharedSteps:
@@ -144,9 +137,9 @@ class SharedSteps:
         self._nodes = list(self._joint.graph.nodes)
         self._joint.graph.output([result for results in self.results for result in results])
         self._tensors = self._shapes()
-        self._exact = self._compared()
+        self._exact = self._read_by(lambda node: op_name(node) in COMPARISONS)
         self._low = self._behind_low_products()
-        self._absolute = self._read_exactly()
+        self._absolute = self._read_by(reads_exactly)
         self.reasons: dict[Node, str] = {}
         self.stored = self._decide()
 
@@ -157,30 +150,15 @@ class SharedSteps:
             module, [stand_in(str(node.target), self._joint.operand(node)[1].meta["val"]) for node in names]
         )
 
-    def _compared(self) -> set[Node]:
-        """Return the values that a comparison depends on."""
-        found = set[Node]()
-        for node in reversed(self._nodes):
-            if any(op_name(user) in COMPARISONS or user in found for user in node.users):
-                found.add(node)
-        return found
-
-    def _read_exactly(self) -> set[Node]:
-        """Return the values that a function of absolute size, such as ``cos``, or a conversion depends on."""
-        found = set[Node]()
-        for node in reversed(self._nodes):
-            if any(reads_exactly(user) or user in found for user in node.users):
-                found.add(node)
-        return found
+    def _read_by(self, reads: Callable[[Node], bool]) -> set[Node]:
+        """Return the values that a step for which ``reads`` holds depends on."""
+        readers = [node for node in self._nodes if node.op == "call_function" and reads(node)]
+        return ancestors(arg for node in readers for arg in node.all_input_nodes)
 
     def _behind_low_products(self) -> set[Node]:
         """Return the values that depend on operands of 16 bits, as those of products are."""
-        found = set[Node]()
-        for node in self._nodes:
-            is_low = node in self._tensors and self._tensors[node].dtype in _LOW
-            if is_low or any(arg in found for arg in node.all_input_nodes):
-                found.add(node)
-        return found
+        low = [node for node in self._nodes if node in self._tensors and self._tensors[node].dtype in _LOW]
+        return descendants(low)
 
     def _is_branch(self, node: Node) -> bool:
         """Return whether a value has many columns and several readers: a single one is stored instead."""
@@ -251,7 +229,7 @@ class SharedSteps:
 
     def _work(self, node: Node, known: Collection[Node]) -> float:
         """Return the operations of a value behind operands and known values."""
-        behind = self._cone(node.all_input_nodes, known) - set(known)
+        behind = _cone(node.all_input_nodes, known) - set(known)
         return sum(step_work(step, self._tensors) for step in behind | {node})
 
     def conversion(self, node: Node) -> torch.dtype | None:
@@ -264,24 +242,14 @@ class SharedSteps:
         return next(
             member.node
             for member, results in zip(self.members, self.results, strict=True)
-            if node in self._cone(results, ())
+            if node in _cone(results, ())
         )
 
     def readers_of_stored(self) -> Iterator[int]:
         """Yield the numbers of the ops whose bodies read or return stored values."""
         for number, results in enumerate(self.results):
-            if any(node in self.stored for node in self._cone(results, self.stored)):
+            if any(node in self.stored for node in _cone(results, self.stored)):
                 yield number
-
-    def _cone(self, results: list[Node], ends: Collection[Node]) -> set[Node]:
-        """Return the nodes behind some nodes, down to ``ends``."""
-        found, pending = set[Node](), list(results)
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found.add(node)
-                pending += [] if node in ends else node.all_input_nodes
-        return found
 
     def body(
         self, results: list[Node], values: Mapping[Node, Node], dtype: torch.dtype | None
@@ -293,7 +261,7 @@ class SharedSteps:
             values: the stored values, which the body reads.
             dtype: dtype to which the one result is converted; None: the results stay as they are.
         """
-        cone = self._cone(results, values)
+        cone = _cone(results, values)
         writer = _Writer()
         for node in (node for node in self._nodes if node in cone):
             if node in values:
@@ -303,6 +271,11 @@ class SharedSteps:
             else:
                 writer.copy(node)
         return writer.text(results, dtype), writer.groups
+
+
+def _cone(results: Iterable[Node], ends: Collection[Node]) -> set[Node]:
+    """Return the nodes that some nodes are computed from, themselves among them, down to ``ends``."""
+    return reached(results, lambda node: () if node in ends else node.all_input_nodes)
 
 
 class _Writer:
@@ -404,7 +377,7 @@ def _let_read(
     if member.by_source:
         known = dict(zip(member.groups[2], unpack(node, "edge")[0], strict=True))
         perm = transposes.permutation(node, torch.int32) if stored.intersection(edge) else None
-        text, dst, src = _ends_exchanged(text), src, dst
+        text, dst, src = exchange_ends(text), src, dst
         edge = [
             builder.call(aten.index_select.default, value, 0, perm, layer=node.meta["layer"])
             if value in stored

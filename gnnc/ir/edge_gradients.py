@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from gnnc.ir.body import KINDS, body_inputs
-from gnnc.ir.vjp import body_gradients, derived_body, operand_of, rename_operands
+from gnnc.ir.vjp import body_gradients, derived_body, exchange_ends, operand_of, rename_operands
 
 Tensors = list[Tensor]
 Gradients = list[list[Tensor | None]]
@@ -120,9 +120,7 @@ class Edges:
         body, (dst, src, edge, const) = self._used(body)
         if body == "return i0":
             return torch.ops.gnnc.spmm(self.transpose[0], self.transpose[1], None, dst[0], "sum", num_src)
-        names = body_inputs(body)
-        ends = {"i": "j", "j": "i"}
-        body = rename_operands(body, {n: ends[n[0]] + n[1:] for n in names if n[0] in ends})
+        body = exchange_ends(body)
         rowptr_t, col_t, perm_t = self.transpose
         edge = [tensor.index_select(0, perm_t) for tensor in edge]
         return torch.ops.gnnc.message(rowptr_t, col_t, body, "sum", src, dst, edge, const, num_src)

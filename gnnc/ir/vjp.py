@@ -253,6 +253,14 @@ def rename_operands(body: str, names: Mapping[str, str]) -> str:
     return body_text(graph)
 
 
+def exchange_ends(body: str) -> str:
+    """Return the body with rows of destinations and of sources exchanged, for the transpose of its CSR."""
+    ends = {"i": "j", "j": "i"}
+    return rename_operands(
+        body, {name: ends[name[0]] + name[1:] for name in body_inputs(body) if name[0] in ends}
+    )
+
+
 def operand_of(name: str, tensor: Tensor) -> Operand:
     """Return the record of the operand ``name``; its inner sizes are concrete."""
     sizes = tensor.shape if name[0] == "c" else tensor.shape[1:]

@@ -8,7 +8,6 @@ from torch.fx import Node
 from gnnc.ir.body import (
     COMPARISONS,
     GROUPS,
-    body_inputs,
     body_operands,
     body_work,
     name_operands,
@@ -17,7 +16,7 @@ from gnnc.ir.body import (
 )
 from gnnc.ir.joint_body import BY_SOURCE, JointBody
 from gnnc.ir.nodes import argument, first_operand, op_name, unpack
-from gnnc.ir.vjp import rename_operands
+from gnnc.ir.vjp import exchange_ends
 from gnnc.runtime.cpu.edge_body import EdgeBody, emit_steps, plan_steps
 from gnnc.runtime.cpu.edge_opcodes import Steps
 from gnnc.runtime.cpu.message import Plan, emit_pass, plan_body
@@ -28,7 +27,6 @@ from gnnc.runtime.row_program.build import Inner, Refusal, argument_of, planned
 
 _SLOWER = 4
 """Time of an operation in PyTorch's ops on blocks, in that of the C++ kernel of single bodies: measured."""
-_OTHER_END = {"i": "j", "j": "i"}
 _BODIES = ("gnnc.message.default", "gnnc.edge_map.default", "gnnc.edge_sum.default")
 
 
@@ -149,9 +147,8 @@ def _member(node: Node) -> tuple[str, tuple[Any, ...], Part]:
     body, (dst, src, edge, const) = argument(node, "body"), unpack(node, *GROUPS.values())
     if not node.meta.get(BY_SOURCE):
         return body, (dst, src, edge, const), part_of(node)
-    names = {name: _OTHER_END[name[0]] + name[1:] for name in body_inputs(body) if name[0] in _OTHER_END}
     in_order = [first_operand(value) for value in edge]
-    return rename_operands(body, names), (src, dst, in_order, const), Part("sources")
+    return exchange_ends(body), (src, dst, in_order, const), Part("sources")
 
 
 def _check_arithmetic(bodies: list[Node]) -> None:
