@@ -3,18 +3,17 @@
 import torch
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, operand, shape_of, unpack
+from gnnc.ir.nodes import argument, operand, shape_of
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, pointer
 from gnnc.runtime.cuda.kernels.epilogue import Struct, literal
 from gnnc.runtime.cuda.kernels.layer_norm import write_rows, write_sum
+from gnnc.runtime.plans import batch_norm
 from gnnc.runtime.program.launches import Expr
 from gnnc.runtime.registry import kernel
-from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Refusal, planned
 
 _MOST_COLUMNS = 1024
 """Columns at most: a thread holds 32 of a row."""
-_VECTORS = ("weight", "bias", "running_mean", "running_var")
 
 
 @kernel("aten._native_batch_norm_legit_functional", backend="cuda", name="batch_norm", priority=10)
@@ -25,15 +24,15 @@ class BatchNorm:
     @planned
     def plan(node: Node) -> int:
         """Return the width; refuse statistics that are given."""
-        if argument(node, "training") is not True:
-            raise Refusal("the statistics are given")
-        return _width(node, ("input",), _VECTORS)
+        return _narrow(batch_norm.forward_width(node))
 
     @staticmethod
     def emit(plan: int, node: Node, emitter: CudaEmitter) -> None:
         """Write the launches: sums of columns, of their squared distances from the mean, moments, rows."""
         x = operand(node, "input")
-        weight, bias, *running = (emitter.optional_vector(argument(node, name)) for name in _VECTORS)
+        weight, bias, *running = (
+            emitter.optional_vector(argument(node, name)) for name in batch_norm.VECTORS
+        )
         result, *kept = emitter.outputs(node)
         count = emitter.size(shape_of(x)[0])
         total, squares = (emitter.scratch(1, plan, torch.float32, flat=True) for _ in range(2))
@@ -71,11 +70,7 @@ class BatchNormBackward:
     @planned
     def plan(node: Node) -> int:
         """Return the width; refuse gradients of norms whose statistics were given."""
-        if argument(node, "train") is not True:
-            raise Refusal("the statistics were given")
-        if None in unpack(node, "save_mean", "save_invstd"):
-            raise Refusal("the statistics of the batch are absent")
-        return _width(node, ("input", "grad_out"), ("weight", "save_mean", "save_invstd"))
+        return _narrow(batch_norm.backward_width(node))
 
     @staticmethod
     def emit(plan: int, node: Node, emitter: CudaEmitter) -> None:
@@ -107,17 +102,8 @@ class BatchNormBackward:
         write_rows(struct, rows, grad, plan, emitter)
 
 
-def _width(node: Node, rows: tuple[str, ...], vectors: tuple[str, ...]) -> int:
-    """Return the width of the rows; refuse what the kernels do not read."""
-    for name in rows:
-        value = operand(node, name).meta["val"]
-        if value.dtype != torch.float32 or value.dim() != 2:
-            raise Refusal(f"{name} is {value.dtype} of {value.dim()} dimensions")
-    for name in vectors:
-        value = argument(node, name)
-        if value is not None and value.meta["val"].dtype != torch.float32:
-            raise Refusal(f"{name} is {value.meta['val'].dtype}")
-    width = build.fixed_width(operand(node, "input"))
+def _narrow(width: int) -> int:
+    """Return the width of rows that the kernels take; refuse wider ones."""
     if not 0 < width <= _MOST_COLUMNS:
         raise Refusal(f"rows of {width} columns")
     return width
