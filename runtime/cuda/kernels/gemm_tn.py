@@ -12,14 +12,14 @@ from gnnc.runtime.cuda.kernels.column_sum import shares_of, write_sum_of_parts
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, truth
 from gnnc.runtime.plans import gemm_tn
 from gnnc.runtime.plans.gemm_tn import Plan
-from gnnc.runtime.program.launches import Expr, expr
+from gnnc.runtime.program.launches import Argument, Expr, Operand, expr
 from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Refusal, argument_of, optional_argument, planned
 
 _HALVES = (torch.float16, torch.bfloat16)
 _TILE = 64
-"""Columns of a tile of either matrix: ``gnnc::tn::kMostColumns``."""
+"""Columns of a tile of either matrix: ``kMostColumns`` of ``gnnc::tn`` and of ``gnnc::tn_fp32``."""
 _MOST_SHARES = 528
 """Blocks of a product at most: what fills a large GPU. The same on each, so that all add up in one order."""
 _SHARE = 512
@@ -104,16 +104,44 @@ def _write(
     flags = [truth(is_split), *(truth(scale is not None) for scale in scales)]
     config = ", ".join([*types, *map(str, (*widths, *strides, *together)), *flags])
     rows = emitter.size(operands[0].meta["val"].shape[0])
-    tiles = math.prod(-(-width // _TILE) for width in widths)
-    shares = shares_of(rows, _SHARE, most := max(1, _MOST_SHARES // tiles))
     out = emitter.allocate(node, dense=True)
-    size = math.prod(widths)
+    kernel, given = f"gnnc::gemm_tn<gnnc::GemmTnConfig<{config}>>", [*matrices, *map(pointer, scales)]
+    write_shares(emitter, kernel, given, widths, rows, out, least=_SHARE, divisor=divisor)
+
+
+def tiles_of(widths: Sequence[int]) -> int:
+    """Return the number of pairs of tiles of both matrices."""
+    return math.prod(-(-width // _TILE) for width in widths)
+
+
+def write_shares(
+    emitter: CudaEmitter,
+    kernel: str,
+    given: Sequence[Argument],
+    widths: Sequence[int],
+    rows: Operand,
+    out: Expr,
+    *,
+    least: int,
+    divisor: Expr | None,
+) -> None:
+    """Write the launch of a product whose blocks share the rows, and the sum of their results.
+
+    Args:
+        emitter: the program under construction.
+        kernel: its C++ name.
+        given: what it reads: its first arguments.
+        widths: columns of both matrices.
+        rows: number of their rows.
+        out: the result, dense.
+        least: rows of a block at least.
+        divisor: one value that divides the result; None: nothing does.
+    """
+    tiles, size = tiles_of(widths), math.prod(widths)
+    shares = shares_of(rows, least, most := max(1, _MOST_SHARES // tiles))
     parts = emitter.scratch(1, most * size, torch.float32, flat=True)
-    emitter.launch(
-        f"gnnc::gemm_tn<gnnc::GemmTnConfig<{config}>>",
-        expr("{} * {}", shares, tiles),
-        [*matrices, *map(pointer, scales), pointer(parts.written), rows, shares],
-    )
+    grid = expr("{} * {}", shares, tiles)
+    emitter.launch(kernel, grid, [*given, pointer(parts.written), rows, shares])
     write_sum_of_parts(emitter, parts, shares, size, out, divisor)
 
 

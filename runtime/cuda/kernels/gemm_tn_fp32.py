@@ -7,19 +7,15 @@ import torch
 from torch.fx import Node
 
 from gnnc.runtime.cuda.emitter import CudaEmitter, pointer
-from gnnc.runtime.cuda.kernels.column_sum import shares_of, write_sum_of_parts
+from gnnc.runtime.cuda.kernels.gemm_tn import tiles_of, write_shares
 from gnnc.runtime.plans import gemm_tn
 from gnnc.runtime.plans.gemm_tn import Plan
-from gnnc.runtime.program.launches import Expr, Operand, expr
+from gnnc.runtime.program.launches import Expr, Operand
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of, optional_argument
 
-_TILE = 64
-"""Columns of a tile of either matrix: ``gnnc::tn_fp32::kMostColumns``."""
 _MOST_TILES = 32
 """Pairs of tiles at most: with more the multiplications bound a product, and cuBLAS has the larger tiles."""
-_MOST_SHARES = 528
-"""Blocks of a product at most: what fills a large GPU. The same on each, so that all add up in one order."""
 _SHARE = 256
 """Rows of a block at least: its sums are then a small part of what it reads."""
 
@@ -38,7 +34,7 @@ class GemmTnFp32:
             return Decline("only float32 products")
         if any(argument_of(node, number).meta["val"].dtype != torch.float32 for number in plan.sides):
             return Decline("an operand is not float32")
-        if not 0 < _tiles(plan.widths) <= _MOST_TILES:
+        if not 0 < tiles_of(plan.widths) <= _MOST_TILES:
             return Decline(f"a product of {plan.widths[0]} by {plan.widths[1]} columns is left to cuBLAS")
         return plan
 
@@ -78,16 +74,6 @@ def write_product(
     strides = widths if strides is None else strides
     together = [math.gcd(4, width, stride) for width, stride in zip(widths, strides, strict=True)]
     config = ", ".join(map(str, (*widths, *strides, *together)))
-    tiles, size = _tiles(widths), math.prod(widths)
-    shares = shares_of(rows, _SHARE, most := max(1, _MOST_SHARES // tiles))
-    parts = emitter.scratch(1, most * size, torch.float32, flat=True)
-    emitter.launch(
-        f"gnnc::gemm_tn_fp32<gnnc::GemmTnFp32Config<{config}>>",
-        expr("{} * {}", shares, tiles),
-        [*map(pointer, matrices), pointer(parts.written), rows, shares],
-    )
-    write_sum_of_parts(emitter, parts, shares, size, out, divisor)
-
-
-def _tiles(widths: Sequence[int]) -> int:
-    return math.prod(-(-width // _TILE) for width in widths)
+    kernel = f"gnnc::gemm_tn_fp32<gnnc::GemmTnFp32Config<{config}>>"
+    given = list(map(pointer, matrices))
+    write_shares(emitter, kernel, given, widths, rows, out, least=_SHARE, divisor=divisor)
