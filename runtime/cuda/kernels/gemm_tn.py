@@ -38,7 +38,7 @@ class GemmTn:
         plan = gemm_tn.plan(node)
         if isinstance(plan, Decline) or plan.dtype in _HALVES:
             return plan
-        return Decline("float32 products are left to cuBLAS, which keeps them exact")
+        return Decline("float32 products have a kernel of their own, or are left to cuBLAS")
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
