@@ -12,8 +12,10 @@ which other programs do not count. An error is that of the result (of a step: of
 FP32, relative, in the L2 norm. The floor is the larger of two times: of a copy of the bytes that must move
 (arguments and results once, edges as one id), and of the products at the rate of a large product, in int8 at
 four times that of FP32.
-torch.compile, which takes most of the time, comes last, as far as ``--seconds`` go. On graphs for which
-eager's matrices of all edges find no room, ``--skip eager`` leaves out the errors, too.
+With ``--turbo`` layers that Turbo-GNN has run in its kernels, too (``turbo_gnn_layers.py``), in fp16: weights
+and x in inference, autocast in training. torch.compile, which takes most of the time, comes last, as far as
+``--seconds`` go. On graphs for which eager's matrices of all edges find no room, ``--skip eager`` leaves out
+the errors, too.
 """
 
 import argparse
@@ -39,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 import cuda_kernels
 import graphs
 import measure
+import turbo_gnn_layers
 from cuda_inference import loop_ms
 from layer_zoo import LAYERS, WIDTH, arguments
 
@@ -50,7 +53,8 @@ SHAPES = {
     "small": graphs.Shape(20_000, 200_000, WIDTH, 8, 1.0),
     **graphs.SHAPES,
 }
-_PEERS = ("eager", "torch.compile")
+_TURBO = "Turbo-GNN fp16"
+_PEERS = ("eager", "torch.compile", _TURBO)
 
 
 class Trained(nn.Module):
@@ -116,12 +120,28 @@ def contender(name: str, given: Problem) -> Contender:
     if name == "torch.compile":
         torch._dynamo.reset()
         forward = torch.compile(model)
-    elif name not in _PEERS:
+    elif name == _TURBO:
+        forward = _turbo(model)
+    elif name != "eager":
         forward = gnnc.compile(model, precision=name.split()[1])
-    ours = forward if name.startswith("gnnc") else None
+    ours = forward if name not in _PEERS else None
     if given.is_training:
         return Contender(_step(forward, model, given.extra), ours)
     return Contender(torch.no_grad()(lambda x: forward(x, *given.extra)), ours)
+
+
+def _turbo(model: nn.Module) -> Callable[..., Tensor]:
+    """Return a model whose layer runs in Turbo-GNN's kernels, in fp16, with the parameters of the model."""
+    if not isinstance(model, Trained):
+        half = turbo_gnn_layers.with_its_kernels(model.half())
+        return lambda x, *extra: half(x.half(), *extra)
+    layer = turbo_gnn_layers.with_its_kernels(model.layer)
+
+    def forward(x: Tensor, *extra: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.float16):
+            return layer(model.first(x), *extra).float()
+
+    return forward
 
 
 def _step(forward: Any, model: nn.Module, extra: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
@@ -268,9 +288,10 @@ def main() -> None:
     parser.add_argument("--device", choices=list(PRECISIONS), required=True)
     parser.add_argument("--layers", nargs="*", default=list(LAYERS), choices=list(LAYERS))
     parser.add_argument("--graph", default="small", choices=list(SHAPES))
-    parser.add_argument("--training", action="store_true", help="training steps, too")
+    parser.add_argument("--training", nargs="?", const="too", choices=["too", "alone"], help="training steps")
     parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--compile", action="store_true", help="measure torch.compile, too")
+    parser.add_argument("--turbo", action="store_true", help="measure Turbo-GNN, where it has the layer")
     parser.add_argument("--threads", type=int, help="threads of torch; default: all cores")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls on the CPU")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing new after so long")
@@ -286,12 +307,15 @@ def main() -> None:
     edge_index = graphs.generate(shape, device=args.device)
     ours = [f"gnnc {precision}" for precision in PRECISIONS[args.device]]
     rounds = [[name for name in ("eager", *ours) if name not in args.skip]]
+    rounds += [[_TURBO]] if args.turbo else []
     rounds += [["torch.compile"]] if args.compile else []
     rows: list[dict[str, Any]] = []
-    kinds = (False, True) if args.training else (False,)
+    kinds = {None: (False,), "too": (False, True), "alone": (True,)}[args.training]
     for names, training, layer in ((n, t, name) for n in rounds for t in kinds for name in args.layers):
         if time.perf_counter() - begin > args.seconds:
             break
+        if names == [_TURBO] and not turbo_gnn_layers.is_supported(LAYERS[layer].make()):
+            continue
         given = problem(layer, edge_index, shape.nodes, training=training)
         for row in rows_of(given, names, args.repeats, compare="eager" not in args.skip):
             floor = floor_ms(given, row["name"].split()[-1], machine) if row["name"] in ours else None
