@@ -149,9 +149,9 @@ def test_products_by_cublaslt_are_exact(device: str, rows: int, inner: int, out:
 @torch.no_grad()
 @pytest.mark.parametrize("static", [False, True])
 def test_what_no_block_holds_is_multiplied_by_cublaslt(static: bool) -> None:
-    """Neither in FP64, as the reference does, nor in FP32."""
+    """Neither in FP64, as the reference does, nor in FP32; narrower inputs would be multiplied in bf16."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(24, 2048), nn.ReLU(), nn.Linear(2048, 40)).eval(), torch.randn(70, 24)
+    model, x = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 40)).eval(), torch.randn(70, 64)
     examples = (x,) if static else None
     want = gnnc.compile(model, "int8", backend="reference", example_inputs=examples)(x)
     compiled = gnnc.compile(
