@@ -153,7 +153,8 @@ class Regions(NodeTables):
         layer = node.meta["layer"]
         result = self._sddmm_of(ends, op, order, layer)
         if op == "sub" and ends.is_reversed:
-            result = self.builder.call(aten.neg.default, result, layer=layer)
+            # not neg: of two equal rows the difference is positive zero
+            result = self.builder.call(aten.rsub.Scalar, result, 0, layer=layer)
         return self.cast(result, node)
 
     def _dot(self, node: Node, order: Order) -> Node | None:

@@ -2,9 +2,10 @@
 
 // strided: copies a view of a tensor (a slice, a permutation) to rows of its own, or sums one of its dimensions.
 //
-// An element of the result is the sum of Config::kTerms elements of x, kTermStride apart, in order; the indices of its
-// row and of the two or three dimensions behind it have any strides in x. Traffic: the elements of x that are read, and
-// the result, once. Floor: these bytes at copy bandwidth.
+// An element of the result is the sum of Config::kTerms elements of x, kTermStride apart, in order, or one element where
+// kTerms is 0; the indices of its row and of the two or three dimensions behind it have any strides in x. A sum begins
+// at zero, as torch's does: negative zeros add up to positive zero. Traffic: the elements of x that are read, and the
+// result, once. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads, a thread an element of the result.
 
@@ -43,9 +44,9 @@ __global__ void __launch_bounds__(256) strided(StridedArgs args) {
                      place / (Config::kSize2 * Config::kSize3) * Config::kStride1 +
                      place / Config::kSize3 % Config::kSize2 * Config::kStride2 +
                      place % Config::kSize3 * Config::kStride3;
-  float sum = step::as_float(*from);
+  float sum = Config::kTerms == 0 ? step::as_float(*from) : 0.0f;
 #pragma unroll 4
-  for (int i = 1; i < Config::kTerms; ++i) sum += step::as_float(from[i * Config::kTermStride]);
+  for (int i = 0; i < Config::kTerms; ++i) sum += step::as_float(from[i * Config::kTermStride]);
   static_cast<typename Config::Out*>(args.out)[row * Config::kPitch + place] =
       step::from_float<typename Config::Out>(sum);
 }

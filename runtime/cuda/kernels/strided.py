@@ -71,7 +71,7 @@ class Strided:
         given = [step * strides[dim] for dim, step in plan.dims]
         padding = _MOST_DIMS - len(given)
         sizes, given = [*[1] * padding, *map(int, sizes)], [given[0], *[0] * padding, *given[1:]]
-        terms, apart = (1, 0) if plan.summed is None else (shape_of(x)[plan.summed], strides[plan.summed])
+        terms, apart = (0, 0) if plan.summed is None else (shape_of(x)[plan.summed], strides[plan.summed])
         dim, first = plan.offset
         matrix = emitter.matrix(x)
         out = emitter.allocate(node, dense=isinstance(rows, int))  # weights are read as vectors, too

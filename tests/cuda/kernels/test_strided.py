@@ -46,6 +46,17 @@ def test_strided(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_sum_of_negative_zeros_is_zero(size: int) -> None:
+    """As in torch, where a sum begins at zero: an ``atan2`` of what it returns tells the signs apart."""
+    x = torch.full((5, size), -0.0)
+    got = run_on_cuda(lambda x: x.sum(1), "strided", x)
+    assert not got.signbit().any() and not x.sum(1).signbit().any()
+    columns = run_on_cuda(lambda x: x[:, 0], "strided", torch.full((5, 3), -0.0))
+    assert columns.signbit().all()
+
+
+@pytest.mark.cuda
 def test_rows_of_a_computed_value_are_copied() -> None:
     x = operand("rows", torch.float32)
     program = program_of(CASES["rows of a computed value"], x.cuda(), backend="cuda")

@@ -132,6 +132,24 @@ def test_which_end_is_which(name: str, columns: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_difference_of_a_node_with_itself_is_positive_zero(sign: int) -> None:
+    """A self loop has the angle zero, and not pi, whichever end is read first."""
+
+    def function(x: Tensor, edge_index: Tensor) -> Tensor:
+        src, dst = edge_index
+        s, t = (x[:, :2][src], x[:, :2][dst])[::sign]
+        difference = s - t
+        return summed(torch.atan2(difference[:, :1], difference[:, 1:]), dst, x.shape[0])
+
+    model, (x, edge_index) = Spelled(function), graph()
+    args = x, torch.cat([edge_index, torch.arange(N).expand(2, N)], 1)
+    traced = trace(model, *args)
+    assert count(traced.raised, "sddmm") == 1
+    (got,), (want,) = traced.run(traced.raised, *args), eager(model, *args)
+    assert relative_error(got, want) < 1e-5
+
+
 # factors of other ranks than the attention's
 
 
