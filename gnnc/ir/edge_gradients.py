@@ -8,7 +8,7 @@ which the two ends change places), over all edges for ``const`` operands, and ke
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from gnnc.ir.body import KINDS, body_inputs
 from gnnc.ir.vjp import body_gradients, derived_body, exchange_ends, operand_of, rename_operands
+from gnnc.torch_private import FakeTensor
 
 Tensors = list[Tensor]
 Gradients = list[list[Tensor | None]]
@@ -35,8 +36,8 @@ class GivenCotangent:
     name: str
 
     def __call__(self, values: Sequence[Tensor], operands: Mapping[str, Tensor]) -> Tensors:
-        """Return the operand, in the shape of the value."""
-        return [operands[self.name].expand(values[0].shape)]
+        """Return the operand."""
+        return [operands[self.name]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,20 @@ class ReducedCotangent:
     Attributes:
         names: the reductions.
         first: number of the first ``i`` operand that ``row_operands`` has added.
+        first_hit: number of the first ``e`` operand that says which edges have an extremum; None: their
+            values are compared with it.
     """
 
     names: tuple[str, ...]
     first: int
+    first_hit: int | None = None
 
     def __call__(self, values: Sequence[Tensor], operands: Mapping[str, Tensor]) -> Tensors:
         """Return the gradient of every value at every edge."""
-        rows = (operands[f"i{number}"] for number in range(self.first, len(operands) + self.first))
+        rows = (operands[f"i{number}"] for number in count(self.first))
+        hits = (
+            None if self.first_hit is None else (operands[f"e{number}"] for number in count(self.first_hit))
+        )
         rest = iter(values)
         found: Tensors = []
         for name in self.names:
@@ -61,7 +68,8 @@ class ReducedCotangent:
                 found += _softmax_cotangents(next(rest), next(rest), *islice(rows, 4))
             elif name in ("max", "min"):
                 value, (top, share) = next(rest), islice(rows, 2)
-                found.append(share.masked_fill(value.to(top.dtype) != top, 0.0))
+                others = value.to(top.dtype) != top if hits is None else next(hits).logical_not()
+                found.append(share.masked_fill(others, 0.0))
             else:
                 next(rest)
                 found.append(next(rows))
@@ -242,7 +250,11 @@ def message_gradients(
     """
     names = tuple(reduce.split(","))
     extended = edges.with_operands("i", list(row_operands(edges, body, names, out, grad)))
-    cotangent = ReducedCotangent(names, edges.number("i"))
+    first_hit = None
+    if not isinstance(grad, FakeTensor):  # ATen computes, whose last bits depend on the place of an edge
+        first_hit = edges.number("e")
+        extended = extended.with_operands("e", list(_edges_of_extrema(edges, body, names, out)))
+    cotangent = ReducedCotangent(names, edges.number("i"), first_hit)
     return extended.gradients(body, cotangent, edges.groups, wanted)
 
 
@@ -254,16 +266,21 @@ def row_operands(
     Such are the gradient for a sum, the gradient over the degree for a mean, the result and each hit's share
     for an extremum, and the gradient, the result, the largest logit and the sum of weights for a softmax.
     """
-    position = 0
-    for number, name in enumerate(names):
-        one = len(names) == 1
-        result, slope = (out, grad) if one else (out.select(1, number), grad.select(1, number))
+    results, slopes = _each(names, out), _each(names, grad)
+    for (name, position, result), (_, _, slope) in zip(results, slopes, strict=True):
         if name == "softmax":
             yield from (slope, result, *_softmax_rows(edges, body, position, out.shape[0]))
         elif name in ("max", "min"):
             yield from (result, slope / _hits(edges, body, position, result))
         else:
             yield divide_by_degree(slope, edges.rowptr) if name == "mean" else slope
+
+
+def _each(names: tuple[str, ...], rows: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield each reduction, the place of the first value that it takes, and its part of the rows of all."""
+    position = 0
+    for number, name in enumerate(names):
+        yield name, position, rows if len(names) == 1 else rows.select(1, number)
         position += 2 if name == "softmax" else 1
 
 
@@ -281,12 +298,30 @@ def _hits(edges: Edges, body: str, position: int, top: Tensor) -> Tensor:
     extended = edges.with_operands("i", [top])
 
     def hit(graph: Graph, values: list[Node]) -> Node:
-        wide = graph.call_function(_ATEN._to_copy.default, (values[position],), {"dtype": top.dtype})
-        is_top = graph.call_function(_ATEN.eq.Tensor, (wide, _row(graph, edges)))
+        is_top = _is_extremum(graph, values[position], edges, top.dtype)
         return graph.call_function(_ATEN._to_copy.default, (is_top,), {"dtype": top.dtype})
 
     hits = extended.message(derived_body(body, hit), "sum", top.shape[0])
     return (hits + (top == 0).to(hits.dtype)).clamp(min=1)
+
+
+def _edges_of_extrema(edges: Edges, body: str, names: tuple[str, ...], out: Tensor) -> Iterator[Tensor]:
+    """Yield for each extremum which edges have it, ``[E, ...]``: their values are computed as it was."""
+    for name, position, top in _each(names, out.detach()):
+        if name in ("max", "min"):
+            extended = edges.with_operands("i", [top])
+
+            def hit(graph: Graph, values: list[Node], position: int = position) -> Node:
+                return _is_extremum(graph, values[position], edges, out.dtype)
+
+            with torch.no_grad():
+                yield extended.edge_values(derived_body(body, hit))
+
+
+def _is_extremum(graph: Graph, value: Node, edges: Edges, dtype: torch.dtype) -> Node:
+    """Return the comparison of a value with the row operand that was added to ``edges``."""
+    wide = graph.call_function(_ATEN._to_copy.default, (value,), {"dtype": dtype})
+    return graph.call_function(_ATEN.eq.Tensor, (wide, _row(graph, edges)))
 
 
 def _softmax_rows(edges: Edges, body: str, position: int, num_dst: Any) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gnnc.errors import UnsupportedError
 from gnnc.ir.body import body_inputs, body_text, parse_body
-from gnnc.ir.nodes import aten_name, op_name, outputs_of, unpack
+from gnnc.ir.nodes import aten_name, first_operand, op_name, outputs_of, unpack
 from gnnc.ir.simpler_body import FORWARD, simpler
 from gnnc.ir.spelled_out import SPELLED_OUT
 from gnnc.torch_private import OpOverload, proxy_graph, schema, trace_sizes
@@ -67,7 +67,8 @@ def body_gradients(
     Args:
         body: the body.
         cotangents: function of the body's values and of all operands by name, which returns the gradient of
-            each value; as part of the key of the cache it must be one object for equal functions.
+            each value, of one row for each edge where a value of one row is that of every edge; as part of
+            the key of the cache it must be one object for equal functions.
         operands: the body's operands, and those that ``cotangents`` reads.
         wanted: names of operands.
         create_graph: whether the gradient is to have a gradient itself: some ops, such as ``silu``, have
@@ -95,10 +96,12 @@ def _traced(
         with torch.enable_grad():
             leaves = {name: given[name].detach().requires_grad_() for name in wanted}
             found = _differentiable(body)(*[leaves.get(name, given[name]) for name in body_inputs(body)])
-        values = _for_every_edge(found, edges)
+        values = list(found) if isinstance(found, list | tuple) else [found]
         _mark_forward()
         pairs = zip(values, cotangents([value.detach() for value in values], given), strict=True)
-        roots = [(value, grad.to(value.dtype)) for value, grad in pairs if value.requires_grad]
+        roots = [
+            (_repeated(value, grad), grad.to(value.dtype)) for value, grad in pairs if value.requires_grad
+        ]
         if not roots:
             return [None] * len(wanted)
         results, grads = zip(*roots, strict=True)
@@ -136,13 +139,9 @@ def _edge_count(operands: tuple[Operand, ...]) -> int:
     return next(count for count in _EDGE_COUNTS if all(size == 0 or size % count for size in sizes))
 
 
-def _for_every_edge(found: Any, edges: int) -> list[Tensor]:
-    values = list(found) if isinstance(found, list | tuple) else [found]
-    return [v if v.shape[:1] == (edges,) or v.dim() == 0 else _expanded(v, edges) for v in values]
-
-
-def _expanded(value: Tensor, edges: int) -> Tensor:
-    return value.expand(edges, *value.shape[1:]) if value.shape[0] == 1 else value
+def _repeated(value: Tensor, grad: Tensor) -> Tensor:
+    """Return a value in the shape of its gradient: one row is repeated where it is that of every edge."""
+    return value if value.shape == grad.shape else value.expand(grad.shape)
 
 
 def _single(graph: Graph, value: Node) -> str:
@@ -188,7 +187,7 @@ class _Cleaner:
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in kept and v is not None}
         if aten_name(node) in _VIEWS:  # of a copy whose memory format is dropped here
             node.target = torch.ops.aten.reshape.default
-        is_reshape = aten_name(node) in _RESHAPES
+        is_reshape = aten_name(node) in _RESHAPES and not _repeats_a_row(node)
         node.args = tuple(self._sizes(arg, is_reshape) for arg in node.args)
 
     def _sizes(self, arg: Any, is_reshape: bool) -> Any:
@@ -227,6 +226,13 @@ class _Cleaner:
         full.meta = dict(node.meta)
         node.replace_all_uses_with(full)
         self.graph.erase_node(node)
+
+
+def _repeats_a_row(node: Node) -> bool:
+    """Return whether an ``expand`` makes edges of one row: the -1 of its sizes would be that one row."""
+    if aten_name(node) != "expand.default":
+        return False
+    return first_operand(node).meta["val"].shape[:1] != node.meta["val"].shape[:1]
 
 
 def derived_body(body: str, result: Callable[[Graph, list[Node]], Node]) -> str:

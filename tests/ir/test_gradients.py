@@ -45,7 +45,7 @@ KINDS = slow_but(
 
 
 def rand(*sizes: int) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)), dtype=torch.float64)
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)), dtype=torch.float64)
 
 
 def coarse(*sizes: int) -> Tensor:
@@ -66,9 +66,28 @@ def gradients(call: Callable[..., Tensor], args: tuple[Any, ...]) -> list[Tensor
     return [out, *filled]
 
 
-def check(op: str, *args: Any) -> None:
+def second_gradients(call: Callable[..., Tensor], args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the gradients of ``gradients`` of a call, for its float operands and for that of the result."""
+    flat, spec = tree_flatten(list(args))
+    places = [k for k, value in enumerate(flat) if isinstance(value, Tensor) and value.is_floating_point()]
+    with torch.no_grad():
+        grad = rand(*call(*args).shape)
+
+    def of_operands(*values: Tensor) -> Tensor:
+        *leaves, weights = values
+        given = list(flat)
+        for place, leaf in zip(places, leaves, strict=True):
+            given[place] = leaf
+        out = call(*tree_unflatten(given, spec))
+        found = torch.autograd.grad(out, leaves, weights, create_graph=True, allow_unused=True)
+        return torch.stack([slope.sin().sum() for slope in found if slope is not None])
+
+    return gradients(of_operands, (*(flat[place] for place in places), grad))
+
+
+def check(op: str, *args: Any, order: Callable[..., list[Tensor]] = gradients) -> None:
     """Compare an op's rule with autograd through its reference."""
-    found, expected = gradients(REGISTRY[op].target, args), gradients(REGISTRY[op].reference, args)
+    found, expected = order(REGISTRY[op].target, args), order(REGISTRY[op].reference, args)
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
@@ -310,6 +329,86 @@ def test_second_gradients(case: str) -> None:
     assert torch.autograd.gradgradcheck(
         lambda *args: op.target(*tree_unflatten(list(args), spec)), leaves, fast_mode=True
     )
+
+
+BIASED = {
+    "bias": "t0 = aten.add.Tensor(j0, c0); return t0",
+    "bias of a linear layer": "t0 = aten.linear.default(j0, c1, c2); return t0",
+    "network": (
+        "t0 = aten.sub.Tensor(j0, i0); t1 = aten.cat.default([t0, e0], 1); "
+        "t2 = aten.linear.default(t1, c3, c2); t3 = aten.silu.default(t2); "
+        "t4 = aten.linear.default(t3, c1, c2); return t4"
+    ),
+    "network, bias aside": (
+        "t0 = aten.mm.default(j0, c1); t1 = aten.tanh.default(t0); t2 = aten.mm.default(t1, c1); "
+        "t3 = aten.add.Tensor(t2, c2); return t3"
+    ),
+    "softmax": "t0 = aten.add.Tensor(j0, c0); t1 = aten.softmax.int(t0, 1); return t1",
+    "layer norm": "t0 = aten.layer_norm.default(j0, [5], c2, c2); return t0",
+    "scalar": "t0 = aten.mul.Tensor(j0, c4); t1 = aten.add.Tensor(t0, c4); return t1",
+    "heads": (
+        "t0 = aten.reshape.default(c0, [1, 5, 1]); t1 = aten.unsqueeze.default(j0, -1); "
+        "t2 = aten.add.Tensor(t0, t1); t3 = aten.squeeze.dim(t2, -1); return t3"
+    ),
+}  # fmt: skip
+
+
+def biased(kind: str) -> tuple[Any, ...]:
+    """Return the operands of the bodies in ``BIASED``."""
+    rowptr, col, sources, rows = graph(kind)
+    const = [rand(1, 5), rand(5, 5), rand(5), rand(5, 10), rand(1).squeeze(0)]
+    return rowptr, col, [rand(rows, 5)], [rand(sources, 5)], [rand(col.numel(), 5)], const, rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("body", BIASED.values(), ids=list(BIASED))
+def test_second_gradients_of_what_all_edges_share(body: str, kind: str) -> None:
+    rowptr, col, *groups, rows = biased(kind)
+    check("edge_map", rowptr, col, body, *groups, order=second_gradients)
+    for reduce in ("sum", "mean"):
+        check("message", rowptr, col, body, reduce, *groups, rows, order=second_gradients)
+
+
+NEVER_TWICE_ALIKE = {
+    "softplus": "t0 = aten.mul.Tensor(i0, j0); t1 = aten.softplus.default(t0); return t1",
+    "silu": "t0 = aten.silu.default(j0); t1 = aten.mul.Tensor(t0, c0); return t1",
+    "layer norm": "t0 = aten.sub.Tensor(j0, i0); t1 = aten.layer_norm.default(t0, [5], c2, c2); return t1",
+    "log sigmoid": "t0 = aten.sub.Tensor(j0, i0); t1 = aten.log_sigmoid.default(t0); return t1",
+}
+"""Bodies whose last bits depend on the place of an edge, or on how ATen writes an op with its gradient."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("body", NEVER_TWICE_ALIKE.values(), ids=list(NEVER_TWICE_ALIKE))
+@pytest.mark.parametrize("order", [gradients, second_gradients])
+def test_extrema_of_values_that_are_computed_again(
+    order: Callable[..., list[Tensor]], body: str, kind: str
+) -> None:
+    rowptr, col, *groups, rows = biased(kind)
+    for reduce in ("max", "min"):
+        check("message", rowptr, col, body, reduce, *groups, rows, order=order)
+    several = body.replace("return t1", "return [t1, t1, t0, t1]")
+    check("message", rowptr, col, several, "mean,max,softmax", *groups, rows, order=order)
+
+
+SUMS_OF_EDGES = {
+    "columns": SUM_OF_ENDS + "t2 = aten.mul.Tensor(t1, c0); t3 = aten.sum.dim_IntList(t2, [0]); return t3",
+    "columns, a row": SUM_OF_ENDS + "t2 = aten.sum.dim_IntList(t1, [0], True); return t2",
+    "of what is no sum of ends": (
+        "t0 = aten.mul.Tensor(i0, j0); t1 = aten.mul.Tensor(t0, e0); t2 = aten.sigmoid.default(t1); "
+        "t3 = aten.sum.dim_IntList(t2, [0], True); return t3"
+    ),
+    "all": "t0 = aten.mul.Tensor(j0, c0); t1 = aten.sum.default(t0); return t1",
+    "outer": "t0 = aten.tanh.default(i0); t1 = aten.t.default(t0); t2 = aten.mm.default(t1, j0); return t2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("body", SUMS_OF_EDGES.values(), ids=list(SUMS_OF_EDGES))
+@pytest.mark.parametrize("order", [gradients, second_gradients])
+def test_sums_over_edges(order: Callable[..., list[Tensor]], body: str, kind: str) -> None:
+    rowptr, col, *groups, _ = operands(kind, 7)
+    check("edge_sum", rowptr, col, body, *groups, order=order)
 
 
 def test_gradients_keep_the_dtype_of_operands() -> None:

@@ -1,5 +1,6 @@
 """Gradients of gradients (``create_graph=True``) against those of eager PyTorch."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, TransformerConv
+from torch_geometric.utils import scatter
 from training_steps import EDGES, WIDTH, Net, Step, X, compare
 
 import gnnc
@@ -28,7 +30,32 @@ class Forces(nn.Module):
         weight = self.filter((-(distance[:, None] - self.centers).square()).exp())
         h = self.kinds(kind)
         h = h + torch.zeros_like(h).index_add(0, dst, self.dense(h)[src] * weight)
-        return torch.zeros(2, 1).index_add(0, batch, self.out(torch.tanh(h)))
+        return torch.zeros(2, 1, dtype=pos.dtype).index_add(0, batch, self.out(torch.tanh(h)))
+
+
+class Potential(nn.Module):
+    """Energy of atoms by messages of a network with biases, of which the positions are moved, as in EGNN."""
+
+    def __init__(
+        self, activation: type[nn.Module] = nn.SiLU, reduce: str = "sum", norm: bool = False
+    ) -> None:
+        super().__init__()
+        self.kinds, self.reduce = nn.Embedding(5, 7), reduce
+        self.message = nn.Sequential(nn.Linear(15, 7), activation(), nn.Linear(7, 7))
+        self.norm = nn.LayerNorm(7) if norm else nn.Identity()
+        self.move = nn.Sequential(nn.Linear(7, 7), activation(), nn.Linear(7, 1))
+        self.out = nn.Sequential(nn.Linear(7, 8), activation(), nn.Linear(8, 1))
+
+    def forward(self, kind: Tensor, pos: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        (src, dst), h = edge_index, self.kinds(kind)
+        for _ in range(2):
+            offset = pos[dst] - pos[src]
+            distance = offset.square().sum(1, keepdim=True)
+            message = self.norm(self.message(torch.cat([h[dst], h[src], distance], 1)))
+            moved = offset / (distance + 1).sqrt() * self.move(message)
+            pos = pos + scatter(moved, dst, dim_size=len(pos), reduce="mean")
+            h = h + scatter(message, dst, dim_size=len(h), reduce=self.reduce)
+        return torch.zeros(2, 1, dtype=pos.dtype).index_add(0, batch, self.out(h))
 
 
 def mlp() -> nn.Module:
@@ -72,20 +99,80 @@ def test_a_gradient_penalty_trains(name: str) -> None:
     check(LAYERS[name]().train(), penalty)
 
 
-def test_forces_are_trained() -> None:
-    torch.manual_seed(0)
-    pos, target = torch.randn(12, 3), torch.randn(12, 3)
-    arguments = torch.arange(12) % 5, EDGES.remainder(12), torch.arange(12) // 6
+ATOMS = 12
+KIND, BATCH = torch.arange(ATOMS) % 5, torch.arange(ATOMS) // 6
+GRAPHS = {
+    "directed": EDGES.remainder(ATOMS),
+    "no edges": EDGES[:, :0],
+    "isolated": EDGES.remainder(4),
+    "hub": torch.stack([EDGES[0].remainder(ATOMS), torch.full_like(EDGES[1], 3)]),
+}
+POTENTIALS: dict[str, Callable[[], nn.Module]] = {
+    "schnet": Forces,
+    "egnn": Potential,
+    "egnn-softplus": lambda: Potential(nn.Softplus),
+    "egnn-mean": lambda: Potential(reduce="mean"),
+    "egnn-max": lambda: Potential(nn.Softplus, "max"),
+    "egnn-max-of-norms": lambda: Potential(reduce="max", norm=True),
+    "egnn-norms": lambda: Potential(nn.Tanh, norm=True),
+}
+
+
+def forces(edges: Tensor) -> Step:
+    """Return a step on energies and on their negative gradients by positions."""
+    generator = torch.Generator().manual_seed(0)
+    pos, target = (torch.randn(ATOMS, 3, generator=generator) for _ in range(2))
 
     def step(call: Any, owner: nn.Module) -> Any:
-        moved = pos.clone().requires_grad_()
-        kind, edges, batch = arguments
-        energy = call(kind, moved, edges, batch)
-        forces = -torch.autograd.grad(energy, moved, torch.ones_like(energy), create_graph=True)[0]
-        ((forces - target).square().mean() + energy.square().mean()).backward()
-        return forces.detach(), energy.detach()
+        moved = pos.clone().to(next(owner.parameters()).dtype).requires_grad_()
+        energy = call(KIND, moved, edges, BATCH)
+        force = -torch.autograd.grad(energy, moved, torch.ones_like(energy), create_graph=True)[0]
+        ((force - target).square().mean() + energy.square().mean()).backward()
+        return force.detach(), energy.detach(), moved.grad
 
-    check(Forces().train(), step)
+    return step
+
+
+def slopes(edges: Tensor) -> Step:
+    """Return a step on the gradients of the energies by all weights, biases and positions."""
+    pos = torch.randn(ATOMS, 3, generator=torch.Generator().manual_seed(0))
+
+    def step(call: Any, owner: nn.Module) -> Any:
+        moved = pos.clone().to(next(owner.parameters()).dtype).requires_grad_()
+        energy = call(KIND, moved, edges, BATCH).sin().sum()
+        leaves = [moved, *owner.parameters()]
+        found = torch.autograd.grad(energy, leaves, create_graph=True, allow_unused=True)
+        torch.stack([slope.sin().square().sum() for slope in found if slope is not None]).sum().backward()
+        return energy.detach(), moved.grad
+
+    return step
+
+
+def is_fast(name: str, graph: str) -> bool:
+    return (name, graph) in (("egnn", "directed"), ("egnn-max-of-norms", "hub"), ("schnet", "no edges"))
+
+
+@pytest.mark.parametrize(
+    ("name", "graph"),
+    [
+        pytest.param(name, graph, marks=() if is_fast(name, graph) else pytest.mark.slow)
+        for name in POTENTIALS
+        for graph in GRAPHS
+    ],
+)
+@pytest.mark.parametrize("loss", [forces, slopes])
+def test_potentials_train(loss: Callable[[Tensor], Step], name: str, graph: str) -> None:
+    """In FP32 the error against float64 is at most a few times that of eager."""
+    torch.manual_seed(0)
+    model, step = POTENTIALS[name](), loss(GRAPHS[graph])
+    eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    calls = ((gnnc.compile(model, "fp32"), model), (eager, eager), (exact, exact))
+    results = [[*step(call, owner), *(p.grad for p in owner.parameters())] for call, owner in calls]
+    for found, expected, wanted in zip(*results, strict=True):
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
+            allowed = 4 * (expected - wanted).norm() + 1e-5 * wanted.norm() + 1e-6
+            assert (found - wanted).norm() <= allowed
 
 
 def test_third_gradients_and_gradients_of_tangents() -> None:
