@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "launch.h"
+#include "replay.h"
 #include "sparse_launch.h"
 
 namespace gnnc {
@@ -157,6 +158,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) {
-  m.impl("batch_norm", TORCH_BOX(&gnnc::batch_norm));
-  m.impl("batch_norm_backward", TORCH_BOX(&gnnc::batch_norm_backward));
+  gnnc::implement<&gnnc::batch_norm>(m, "gnnc_cpu", "batch_norm");
+  gnnc::implement<&gnnc::batch_norm_backward>(m, "gnnc_cpu", "batch_norm_backward");
 }

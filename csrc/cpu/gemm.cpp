@@ -7,6 +7,7 @@
 
 #include "amx.h"
 #include "launch.h"
+#include "replay.h"
 #include "scratch.h"
 
 namespace gnnc {
@@ -122,4 +123,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
   m.def("gemm(Tensor x, Tensor? x_scale, Tensor[] w, int[] w_is_kn, int mode, " GNNC_PROGRAM_SCHEMA ") -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("gemm", TORCH_BOX(&gnnc::gemm)); }
+STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { gnnc::implement<&gnnc::gemm>(m, "gnnc_cpu", "gemm"); }

@@ -8,6 +8,7 @@
 
 #include "amx.h"
 #include "launch.h"
+#include "replay.h"
 #include "sparse_launch.h"
 
 namespace gnnc {
@@ -100,4 +101,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
       "bool rounds_a=False, bool rounds_b=False) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("gemm_tn", TORCH_BOX(&gnnc::gemm_tn)); }
+STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { gnnc::implement<&gnnc::gemm_tn>(m, "gnnc_cpu", "gemm_tn"); }

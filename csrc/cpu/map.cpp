@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "launch.h"
+#include "replay.h"
 #include "scratch.h"
 
 namespace gnnc {
@@ -49,4 +50,4 @@ void map(Tensor x, std::optional<Tensor> x_scale, std::vector<int64_t> program, 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) { m.def("map(Tensor x, Tensor? x_scale, " GNNC_PROGRAM_SCHEMA ") -> ()"); }
 
-STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("map", TORCH_BOX(&gnnc::map)); }
+STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { gnnc::implement<&gnnc::map>(m, "gnnc_cpu", "map"); }

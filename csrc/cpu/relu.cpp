@@ -3,6 +3,7 @@
 #include "relu.h"
 
 #include "launch.h"
+#include "replay.h"
 #include "sparse_launch.h"
 
 namespace gnnc {
@@ -57,6 +58,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) {
-  m.impl("relu_mask", TORCH_BOX(&gnnc::relu_mask));
-  m.impl("relu_backward", TORCH_BOX(&gnnc::relu_backward));
+  gnnc::implement<&gnnc::relu_mask>(m, "gnnc_cpu", "relu_mask");
+  gnnc::implement<&gnnc::relu_backward>(m, "gnnc_cpu", "relu_backward");
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "launch.h"
+#include "replay.h"
 #include "sparse_launch.h"
 
 namespace gnnc {
@@ -33,4 +34,4 @@ void row_scale(Tensor base, Tensor shift, Tensor out) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) { m.def("row_scale(Tensor base, Tensor shift, Tensor(a!) out) -> ()"); }
 
-STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("row_scale", TORCH_BOX(&gnnc::row_scale)); }
+STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { gnnc::implement<&gnnc::row_scale>(m, "gnnc_cpu", "row_scale"); }

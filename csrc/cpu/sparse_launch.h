@@ -15,15 +15,20 @@
 #include <vector>
 
 #include "csr.h"
+#include "replay.h"
 #include "storage.h"
 
 // Registers an op over a CSR twice: in gnnc_cpu, which anyone may call, and in gnnc_cpu_valid, which programs call on
 // the structure that csr built for them.
-#define GNNC_CSR_OP(name, schema)                                                                                \
-  STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) { m.def(#name schema); }                                            \
-  STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu_valid, m) { m.def(#name schema); }                                      \
-  STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl(#name, TORCH_BOX(&gnnc::name<gnnc::sparse::Ids::any>)); } \
-  STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu_valid, CPU, m) { m.impl(#name, TORCH_BOX(&gnnc::name<gnnc::sparse::Ids::valid>)); }
+#define GNNC_CSR_OP(name, schema)                                                       \
+  STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) { m.def(#name schema); }                   \
+  STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu_valid, m) { m.def(#name schema); }             \
+  STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) {                                         \
+    gnnc::implement<&gnnc::name<gnnc::sparse::Ids::any>>(m, "gnnc_cpu", #name);         \
+  }                                                                                     \
+  STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu_valid, CPU, m) {                                   \
+    gnnc::implement<&gnnc::name<gnnc::sparse::Ids::valid>>(m, "gnnc_cpu_valid", #name); \
+  }
 
 namespace gnnc::sparse {
 

@@ -44,12 +44,13 @@ bool is_stored(const Tensor& t, int64_t count) {
   return offset >= 0 && offset <= held && count <= held - offset;
 }
 
+bool is_stored(const Tensor& t) { return is_stored(t, t.is_contiguous() ? t.numel() : addressed(t)); }
+
 bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % t.element_size() == 0; }
 
 int64_t first_unstored(std::vector<Tensor> tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const Tensor& t = tensors[i];
-    if (!is_stored(t, t.is_contiguous() ? t.numel() : addressed(t))) return static_cast<int64_t>(i);
+    if (!is_stored(tensors[i])) return static_cast<int64_t>(i);
   }
   return -1;
 }
@@ -92,6 +93,11 @@ void* checked_data(const Tensor& t, int64_t count, const char* op, const char* n
   STD_TORCH_CHECK(is_aligned(t), op, ": the address of ", name, " is no multiple of the ", t.element_size(),
                   " bytes of its elements");
   return t.data_ptr();
+}
+
+void check_stored(const Tensor& t, const char* op, const char* name) {
+  STD_TORCH_CHECK(is_stored(t), op, ": the storage of ", name, " has ", storage_bytes(t), " bytes, fewer than its ",
+                  t.numel(), " elements take");
 }
 
 void check_apart(std::initializer_list<NamedTensor> written, std::initializer_list<NamedTensor> read, const char* op) {

@@ -20,6 +20,9 @@ int64_t span_of(int64_t rows, int64_t width, int64_t stride, const char* op);
 // Throws unless `count` elements from there lie in the tensor's storage, at a multiple of their size.
 void* checked_data(const torch::stable::Tensor& t, int64_t count, const char* op, const char* name);
 
+// Throws unless a tensor's storage holds its elements, whatever its strides.
+void check_stored(const torch::stable::Tensor& t, const char* op, const char* name);
+
 // Throws if two of some tensors share memory.
 struct NamedTensor {
   const torch::stable::Tensor& tensor;

@@ -70,6 +70,9 @@ class CudaDevice(Device):
             emitter.nan_flag,
         )
 
+    def replays(self, emitter: CudaEmitter, results: list[Expr]) -> None:
+        """Return None: calls of several launches are CUDA graphs, see ``CudaExecutable``."""
+
     def arena_pool(self, layout: Layout) -> CudaArenaPool:
         """Return the pool of the temporaries of a program, by stream."""
         return CudaArenaPool(layout, self.device)

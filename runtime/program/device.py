@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from gnnc.runtime.cpu.replay import Replays, replays
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import Expr
 from gnnc.runtime.program.memory import ArenaPool, Layout, OutputPool
@@ -31,6 +32,15 @@ class Device:
             emitter: the emitter that ``emitter`` returned.
             results: the outputs of the program.
         """
+
+    def replays(self, emitter: Any, results: list[Expr]) -> Replays | None:
+        """Return the form of a program that makes many launches in one call; None: it makes them one by one.
+
+        Args:
+            emitter: has written the program, and the slots of its temporaries are assigned.
+            results: the outputs of the program.
+        """
+        return replays(emitter, results)
 
     def arena_pool(self, layout: Layout) -> ArenaPool:
         """Return the pool of the temporaries of a program."""

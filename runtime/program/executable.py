@@ -19,6 +19,7 @@ from gnnc.runtime.program.launches import Expr, Statement, listed, tuple_of, var
 from gnnc.runtime.program.memory import Layout, OutputPool, Region
 from gnnc.runtime.program.memory_plan import assign_slots
 from gnnc.runtime.registry import Choice
+from gnnc.torch_private import dispatch_mode_count
 
 _INDENT = "        "
 
@@ -47,7 +48,8 @@ class Executable:
     are the caller's and never written again.
 
     Attributes:
-        source: the generated program.
+        source: the generated program, one launch a line.
+        replays: the form of it that calls run, with many launches in a call; None: calls run ``source``.
         kernels: (node name, kernel name) of every launch, in order.
         built: the compiled kernels of the program, as ``Device.finish`` returns them.
 
@@ -81,6 +83,10 @@ class Executable:
         self._timed: Callable[..., tuple[tuple[Any, ...], list[tuple[str, Any]]]] | None = None
         self.pool = pool or OutputPool()
         self._arenas = self._on.arena_pool(_layout(emitter))
+        self.replays = self._on.replays(emitter, results)
+        running = self.source
+        if self.replays is not None:
+            running = program(emitter, self.replays.lines, tuple_of(results).text)
         self.kernels = tuple(
             (node.name, node.meta["choice"].kernel.name)
             for node in graph_module.graph.nodes
@@ -98,7 +104,8 @@ class Executable:
             "enter_range": self._on.enter_range,
             "leave_range": self._on.leave_range,
         }
-        self._run: Callable[..., tuple[Any, ...]] = self.assemble(self.source)
+        self._run: Callable[..., tuple[Any, ...]] = self.assemble(running)
+        self._run_watched = self._run if self.replays is None else self.assemble(self.source)
 
     def whole(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a function that runs a whole call, of which the program is a part, on this device."""
@@ -112,15 +119,15 @@ class Executable:
 
     @property
     def launches(self) -> str | None:
-        """Say whether calls are replayed as a CUDA graph, and why not; None: the device has none."""
-        return None
+        """Say how calls make the launches: in which replays, or as which CUDA graph, and why not; None: one by one."""
+        return None if self.replays is None else str(self.replays)
 
     def check(self) -> None:
         """Raise what the device has found since an earlier call; the CPU raises errors at once."""
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
-        """Run the program; returns the flat outputs."""
-        return self._run(*values)
+        """Run the program; returns the flat outputs. A dispatch mode of torch sees each launch."""
+        return self._run(*values) if dispatch_mode_count() == 0 else self._run_watched(*values)
 
     def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
         """Run the program once and time every node; ``profiled`` keeps the values as meta tensors."""

@@ -6,7 +6,7 @@ launchers of kernels) are looked up by name in the constants of its emitter.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +17,18 @@ class Expr:
         text: the expression.
         reads: names of variables and constants in it, each once, in the order of the text.
         writes: names of tensors whose memory is written by the statement that takes the expression.
+        items: the elements of a tuple that is written out; None: the expression is no such tuple.
     """
 
     text: str
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    items: tuple["Expr", ...] | None = None
 
     @property
     def written(self) -> "Expr":
         """The same expression, of a tensor whose memory the statement writes."""
-        return Expr(self.text, self.reads, self.reads)
+        return Expr(self.text, self.reads, self.reads, self.items)
 
     def __format__(self, spec: str) -> str:
         """Refuse to lose the names; ``expr`` puts an expression into another.
@@ -58,8 +60,8 @@ def expr(template: str, *operands: Operand) -> Expr:
 
 def tuple_of(operands: Iterable[Operand]) -> Expr:
     """Return the expression of a tuple, with a comma behind each element."""
-    items = list(operands)
-    return _merged(f"({listed(literal(item).text for item in items)})", items)
+    items = tuple(map(literal, operands))
+    return replace(_merged(f"({listed(item.text for item in items)})", items), items=items)
 
 
 def sequence(operands: Iterable[Operand]) -> Expr:
@@ -284,6 +286,22 @@ class Let(Assignment):
     def value(self) -> Expr:
         """The expression."""
         return self.expression
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(Assignment):
+    """A tensor without gaps between its elements: the tensor itself, or a copy where it has gaps.
+
+    Attributes:
+        tensor: the tensor.
+    """
+
+    tensor: Expr
+
+    @property
+    def value(self) -> Expr:
+        """The call of the tensor's method."""
+        return expr("{}.contiguous()", self.tensor)
 
 
 @dataclass(frozen=True, slots=True)

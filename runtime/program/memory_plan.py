@@ -98,6 +98,10 @@ class MemoryPlan:
         """The variables of the arena's tensors."""
         return list(self._buffers_by_name)
 
+    def slots(self) -> dict[str, int]:
+        """Return the slot of each variable of the arena, once slots are assigned."""
+        return {name: buffer.slot for name, buffer in self._buffers_by_name.items()}
+
     def keep(self, name: str) -> None:
         """Keep the memory of variable ``name`` to the end of the call, if it is a tensor of the arena."""
         if name in self._buffers_by_name:

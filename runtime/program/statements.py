@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from gnnc.runtime.program.launches import Call, Expr, Let, Operand, Statement, literal, variable
+from gnnc.runtime.program.launches import Call, Dense, Expr, Let, Operand, Statement, literal, variable
 
 _NO_KEYWORDS: Mapping[str, Operand] = MappingProxyType({})
 
@@ -52,6 +52,12 @@ class StatementList:
         """Return a new variable that holds the value of an expression."""
         name = self.fresh(hint)
         self.append(Let(name, value))
+        return variable(name)
+
+    def as_dense(self, hint: str, value: Expr) -> Expr:
+        """Return a new variable for a tensor without gaps between its elements; ``hint`` begins its name."""
+        name = self.fresh(hint)
+        self.append(Dense(name, value))
         return variable(name)
 
     def call(

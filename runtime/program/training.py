@@ -100,7 +100,7 @@ class TrainingExecutable:
 
     @property
     def launches(self) -> str | None:
-        """Say whether calls of each graph are replayed as a CUDA graph; None: the device has none."""
+        """Say how calls of each graph make their launches; None: one of them makes them one by one."""
         said = {"forward": self.forward.launches, "backward": self.backward.launches}
         return None if None in said.values() else "; ".join(f"{name}: {text}" for name, text in said.items())
 

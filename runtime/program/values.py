@@ -131,7 +131,7 @@ class Values(StatementList):
         buffer = self._arena_buffer(self._base(node))
         if buffer is None or buffer.stride == buffer.shape[1]:
             return rows
-        return self.let("m", expr("{}.contiguous()", rows))
+        return self.as_dense("m", rows)
 
     def argument(self, value: Any) -> Expr:
         """Return an fx argument: node, size, constant, or nesting of them."""
@@ -213,15 +213,14 @@ class Values(StatementList):
             value = expr("{}.reshape(-1, {})", value, width)
         if dtype in BYTE_DTYPES:
             return self.let_call("m", self.bind(padded_rows, "padded"), [value, self.padded(width, dtype)])
-        return self.let("m", expr("{}.contiguous()", value))
+        return self.as_dense("m", value)
 
     def _vector_form(self, node: Node) -> Expr:
         if (dense := self._dense_region(node, None) or self._dense_view(node, (-1,))) is not None:
             return dense
         exact = self.exact(node)
         # A column of a wider matrix reshapes to a strided vector.
-        template = "{}.contiguous()" if len(shape_of(node)) <= 1 else "{}.reshape(-1).contiguous()"
-        return self.let("v", expr(template, exact))
+        return self.as_dense("v", exact if len(shape_of(node)) <= 1 else expr("{}.reshape(-1)", exact))
 
     def _dense_region(self, node: Node, width: int | None) -> Expr | None:
         """Return memory of the arena that has no padding as rows of another width, or as a vector (None)."""

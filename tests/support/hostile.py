@@ -110,6 +110,8 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
             (x, torch.randn(ROWS, 4), torch.zeros(width, 4)),
             (q, torch.randn(ROWS, 4), torch.zeros(width, 4), scale, None),
         ],
+        "launcher": [("gnnc_cpu::degree",), ("gnnc_cpu::csr",)],
+        "replay": [_replay(x, bits.clone())],
         "row_scale": [(torch.rand(()), torch.arange(ROWS, dtype=torch.uint8), torch.zeros(ROWS))],
         "batch_norm": [
             (x, *torch.rand(4, width), 0.1, 1e-5, torch.zeros(ROWS, width), *torch.zeros(4, width)),
@@ -163,6 +165,17 @@ _EDGE_MATRICES = (
     "t0 = aten.view.default(e0, [-1, 2, 2]); t1 = aten.bmm.default(t0, t0); "
     "t2 = aten.sum.dim_IntList(t1, [1]); return t2"
 )
+
+
+def _replay(x: Tensor, bits: Tensor) -> tuple[Any, ...]:
+    """Return a replay of every kind of step: zeros, a dense form, and launches that read it."""
+    library.load()
+    mask, gemm = map(torch.ops.gnnc_cpu.launcher, ("gnnc_cpu::relu_mask", "gnnc_cpu::gemm"))
+    gaps, weight, flags, out, dense = range(5)
+    steps = [-2, flags, -1, gaps, mask, dense, flags]
+    steps += [gemm, dense, -1, 1, weight, 1, 0, 0, len(STORE_F32), *STORE_F32, 0, 0, 1, out]
+    values = [x.t().clone().t(), torch.randn(4, x.shape[1]), bits, torch.zeros(x.shape[0], 4)]
+    return torch.tensor(steps), values
 
 
 def _edge_body(g: Graph, body: str, reduce: str | None, x: Tensor) -> tuple[Any, ...]:
