@@ -72,6 +72,7 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch._C._cuda_getCurrentRawStream",
         "torch._C._cuda_maybeExchangeDevice",
         "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "torch._C._dynamo.guards._empty_strided_cpu",
         "torch._C._dynamo.guards._empty_strided_cuda",
         "torch._C._disabled_torch_dispatch_impl",
         "torch._C._functorch.is_functorch_wrapped_tensor",
@@ -350,6 +351,11 @@ def exchange_device(index: int) -> int:
 def restore_device(index: int) -> None:
     """Make a CUDA device the current one if it has a context, else leave the current one."""
     torch._C._cuda_maybeExchangeDevice(index)
+
+
+def empty_strided_cpu() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """Return the function that allocates (shape, stride, dtype) on the CPU, like ``empty_strided_cuda``."""
+    return guards._empty_strided_cpu  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def empty_strided_cuda() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:

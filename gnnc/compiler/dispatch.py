@@ -145,16 +145,16 @@ class Dispatch:
             ) from error
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[bool, ...] | None) -> Any:
-        fast_path, is_plain = self.fast_path, not kwargs and wanted is None
-        if fast_path is not None and is_plain and fast_path.serves(args, self.snapshot.modes):
+        fast_path = self.fast_path
+        if fast_path is not None and not kwargs and fast_path.serves(args, self.snapshot.modes, wanted):
             return fast_path.run(args)
         tensors: list[Tensor] = []
         form = self._form(args, kwargs, tensors, wanted)
         programs = self._by_form.get(form, ()) if form is not None else ()
         for program in programs:
             if program.captured.guards.sizes_fit(tensors):
-                if form is not None and is_plain and program is programs[0]:
-                    self.fast_path = fast_path_of(program, form, args, tensors)
+                if form is not None and not kwargs and program is programs[0]:
+                    self.fast_path = fast_path_of(program, form, args, tensors, wanted)
                 return program.run(tensors)
         return self._slow_call(args, kwargs, form, tensors)
 

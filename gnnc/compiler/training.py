@@ -17,6 +17,7 @@ from gnnc.ir.graph import placeholders
 from gnnc.ir.source import WANTS_GRADIENT, WRITTEN, Source, source_of
 from gnnc.torch_private import GLOBAL_BACKWARD_HOOKS, pytree
 
+_PRE_HOOKS, _HOOKS = BACKWARD_HOOKS
 _OF_TORCH = ("torch.", "gnnc.")
 """Beginnings of the modules whose autograd functions have the gradient of what they compute."""
 
@@ -103,7 +104,8 @@ def refuse_backward_hooks(owner: str, modules: Iterable[nn.Module]) -> None:
         UnsupportedError: names the class of the module.
     """
     for module in modules:
-        if any(vars(module).get(name) for name in BACKWARD_HOOKS):
+        attributes = vars(module)
+        if attributes.get(_PRE_HOOKS) or attributes.get(_HOOKS):
             raise UnsupportedError(
                 f"[{owner}] a {type(module).__name__} has a backward hook (register_full_backward_hook or "
                 "register_full_backward_pre_hook), which a compiled backward pass would not run: remove it "

@@ -73,7 +73,7 @@ class ProgramReport:
         chosen: what ``auto`` says of its choice, a line each.
         eager: names of methods that were taken from the compiled model, and are not compiled.
         gradient_errors: relative L2 errors of a step on the example inputs, where a pass asks for them.
-        launches: how calls make their launches: in which replays, or as which CUDA graph, and why not; None: one by one.
+        launches: how calls make their launches, as replays or a CUDA graph; None: one by one.
         cuts: what ``tune()`` measured last, a line for each table of that graph; None: nothing was measured.
     """
 

@@ -1,11 +1,11 @@
 """Replays of a program on the CPU: one call of C++ makes all launches up to a step of another kind.
 
-A launch from Python takes as long as the kernel of a small graph: torch converts each of its arguments. Most of
-them are the same in every call. A replay has them as one tensor of numbers, and takes the tensors of a call in one
+A launch from Python takes as long as the kernel of a small graph: torch converts each of its arguments. Most
+are the same in every call. A replay has them as one tensor of numbers, and takes the tensors of a call in one
 list, each once, see ``csrc/cpu/replay.h``.
 
-A statement that is no launch runs before the launches that precede it in the program, unless it reads or writes
-memory that these write: then it ends their replay.
+A statement that is no launch runs before the launches that precede it in the program, unless it reads memory
+that these write, or writes any: then it ends their replay.
 """
 
 import ast
@@ -124,7 +124,7 @@ class _Writer:
             self._add_line(number, statement)
 
     def flush(self, number: int) -> None:
-        """Write the replay of the launches before statement ``number``, and the dense forms that are still read."""
+        """Write the replay of the launches before statement ``number``, and dense forms that are read yet."""
         if not self._steps:
             return
         inputs = dict.fromkeys(step.text for step in self._steps if isinstance(step, _Tensor))

@@ -119,7 +119,7 @@ class Executable:
 
     @property
     def launches(self) -> str | None:
-        """Say how calls make the launches: in which replays, or as which CUDA graph, and why not; None: one by one."""
+        """Say how calls make their launches, as replays or a CUDA graph; None: one by one."""
         return None if self.replays is None else str(self.replays)
 
     def check(self) -> None:

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from gnnc.errors import GnncError
 from gnnc.locks import renew_at_fork
+from gnnc.torch_private import empty_strided_cpu
 
 ALIGNMENT = 64
 HUGE_PAGE = 2 * 1024 * 1024
 """Page size that buffers of at least this size ask for: gathers miss the TLB less (decision 015)."""
 SMALL_OUTPUT = 128 * 1024
 """Bytes of an output below which the pool leaves it to the allocator, which reuses small memory itself."""
+
+_new = empty_strided_cpu()
 
 _NUMPY = {
     torch.float32: np.float32,
@@ -87,12 +90,12 @@ class OutputPool:
         self._lock = threading.RLock()
         renew_at_fork(self, "_lock", threading.RLock)
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous CPU tensor that the caller may keep."""
-        count = prod(shape)
-        if count * dtype.itemsize < SMALL_OUTPUT or dtype not in _NUMPY:
-            return torch.empty(shape, dtype=dtype)
-        buffer = self._pop(_size_class(count * dtype.itemsize))
+    def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized contiguous CPU matrix that the caller may keep."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes < SMALL_OUTPUT or dtype not in _NUMPY:
+            return _new(shape, (*shape[1:], 1), dtype)
+        buffer = self._pop(_size_class(nbytes))
         array = np.ndarray(shape, _NUMPY[dtype], buffer)
         loan = _Loan(array, self._return)
         loan.buffer, loan.epoch = buffer, self._epoch

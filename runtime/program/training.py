@@ -62,7 +62,7 @@ class TrainingExecutable:
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Run the forward graph; returns the flat outputs, which autograd knows."""
-        outputs = _Differentiable.apply(self, values, *[values[i] for i in self._leaves])
+        outputs = _apply(self, values, *[values[i] for i in self._leaves])
         return tuple([outputs[i] for i in self._same])
 
     def whole(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -223,6 +223,10 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return (None, None, *ctx.program.run_backward(ctx, grads))
+
+
+_apply: Any = super(torch.autograd.Function, _Differentiable).apply  # pyright: ignore[reportAttributeAccessIssue]
+"""``_Differentiable.apply`` without its search for transforms of torch.func, in which calls are refused."""
 
 
 def _equal_outputs(outputs: Sequence[Any]) -> list[int]:

@@ -58,7 +58,7 @@ class Settled:
     def steady(self) -> bool:
         """Whether a call is known from the one before."""
         known = self.compiled._dispatch.fast_path
-        return known is not None and known.serves(graph(), self.compiled._dispatch.snapshot.modes)
+        return known is not None and known.serves(graph(), self.compiled._dispatch.snapshot.modes, None)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_only_dense_tensors_by_position_are_known_from_the_call_before(settled: 
     x, edge_index = graph()
     modes = settled.compiled._dispatch.snapshot.modes
     serves = settled.compiled._dispatch.fast_path.serves
-    assert serves((x, edge_index), modes) and serves((x[:9], edge_index[:, :0]), modes)
+    assert serves((x, edge_index), modes, None) and serves((x[:9], edge_index[:, :0]), modes, None)
     others = [
         (x,),
         (x, edge_index, x),
@@ -95,10 +95,10 @@ def test_only_dense_tensors_by_position_are_known_from_the_call_before(settled: 
         (x[:, 1:], edge_index),
         (x, edge_index.int()),
     ]
-    assert not any(serves(arguments, modes) for arguments in others)
+    assert not any(serves(arguments, modes, None) for arguments in others)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not serves((x, edge_index), modes)
-    assert not serves((x, edge_index), tuple([*modes]))
+        assert not serves((x, edge_index), modes, None)
+    assert not serves((x, edge_index), tuple([*modes]), None)
 
 
 def test_arguments_in_other_forms_run_as_they_did(settled: Settled) -> None:
@@ -333,3 +333,37 @@ def test_tensors_are_known_by_identity() -> None:
     assert not snapshot.has_changed()
     model.table = torch.zeros(3)
     assert snapshot.has_changed()
+
+
+def test_training_calls_are_known_by_what_wants_gradients() -> None:
+    torch.manual_seed(0)
+    model = SAGEConv(WIDTH, WIDTH)
+    compiled = gnnc.compile(model, "fp32", backend="reference")
+    x, edge_index = graph()
+
+    def known(x: Tensor) -> bool:
+        dispatch = compiled._dispatch
+        path, weights = dispatch.fast_path, tuple(weight.requires_grad for weight in model.parameters())
+        return path is not None and path.serves((x, edge_index), dispatch.snapshot.modes, weights)
+
+    def gradients(call: Callable[..., Tensor], x: Tensor) -> list[Tensor | None]:
+        model.zero_grad()
+        call(x, edge_index).square().sum().backward()
+        return [x.grad, *(weight.grad for weight in model.parameters())]
+
+    def check(given: Tensor) -> None:
+        twin = given.detach().clone().requires_grad_(given.requires_grad)
+        found, expected = gradients(compiled, given), gradients(model, twin)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+    for _ in range(2):
+        check(x)
+    wants = x.clone().requires_grad_()
+    assert known(x) and not known(wants)
+    check(wants)
+    check(x)
+    model.lin_l.weight.requires_grad_(False)
+    assert not known(x)
+    check(x)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, edge_index), model(x, edge_index), rtol=1e-4, atol=1e-5)
