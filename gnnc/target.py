@@ -149,6 +149,7 @@ class Target:
         joint_products: whether one kernel multiplies a matrix with several weights.
         joint_bodies: whether one kernel computes several bodies in one pass over the edges, sums by source
             among them.
+        joint_sums: whether its kernel of a product over all edges adds up the rows of its sides, too.
         stored_steps: whether what several bodies of gradients compute is stored for every edge, where that
             costs less: its kernels run one body a pass, and store rows of 16 bits.
         body_products: precisions, beside FP32, in which its kernels of bodies multiply by a weight.
@@ -189,6 +190,7 @@ class Target:
     slower: frozenset[str] = frozenset()
     joint_products: bool = True
     joint_bodies: bool = False
+    joint_sums: bool = False
     stored_steps: bool = False
     body_products: frozenset[str] = frozenset()
     rounds_body_rows: bool = False

@@ -42,11 +42,16 @@ class JoinBodies:
     def run_parts(self, parts: Parts, ctx: Context) -> Parts:
         """Return the program with groups as submodules; as it is where no kernel takes any of them."""
         joint = _joined(parts.map(lambda _, gm: clone(gm)))
-        taken = [call for _, gm in joint.per_call() for call in _calls(gm) if _is_taken(call, ctx)]
-        for call in taken:
-            count = len(_bodies(_inner(call)))
-            ctx.note(call, f"{count} bodies are computed in one pass over the edges")
-        return joint if taken else parts
+        return joint if note_taken(joint, ctx) else parts
+
+
+def note_taken(parts: Parts, ctx: Context) -> bool:
+    """Note the groups of bodies that a kernel takes; return whether there is one."""
+    taken = [call for _, gm in parts.per_call() for call in _calls(gm) if _is_taken(call, ctx)]
+    for call in taken:
+        count = len(_bodies(_inner(call)))
+        ctx.note(call, f"{count} bodies are computed in one pass over the edges")
+    return bool(taken)
 
 
 def _joined(parts: Parts) -> Parts:

@@ -9,6 +9,7 @@ from gnnc.passes.gradient_sums import GradientSums
 from gnnc.passes.hoist import Hoist
 from gnnc.passes.int32_columns import Int32Columns
 from gnnc.passes.join_bodies import JoinBodies
+from gnnc.passes.join_sums import JoinSums
 from gnnc.passes.joint import Joint
 from gnnc.passes.lower import Lower
 from gnnc.passes.nodes_first import NodesFirst
@@ -40,6 +41,7 @@ PIPELINE: tuple[Pass, ...] = (
     Partition(),  # forward and backward become graphs of their own
     ShareSteps(),  # what bodies of gradients compute alike is stored, where kernels run one body a pass
     JoinBodies(),  # bodies of the same edges run in one pass over them
+    JoinSums(),  # a product over all edges adds up its sides, too
     Fuse(),  # producer, elementwise and requantization become one call
     Lower(),  # every call gets its kernel
     SelectFormat(),  # every kernel that reads edges gets the formats that may serve it

@@ -28,6 +28,7 @@ TARGET = Target(
     body_products=frozenset({"fp16", "bf16"}),
     rounds_body_rows=True,
     joint_products=False,
+    joint_sums=True,
     stored_steps=True,
     tensor_scales=True,
     epilogue_scales=True,

@@ -16,6 +16,7 @@ from gnnc.ir.qtype import FP8_DTYPES
 from gnnc.ir.source import Source
 from gnnc.passes.base import Context
 from gnnc.passes.fuse import Fuse
+from gnnc.passes.join_sums import JoinSums
 from gnnc.passes.lower import Lower
 from gnnc.precision import FP32
 from gnnc.runtime.backend import get_backend
@@ -62,7 +63,10 @@ def fused_program_of(function: Callable[..., Any], *values: Tensor, backend: str
             node.meta["source"] = Source("input", node.name)
     lowering = get_backend(backend)
     context = Context(FP32, target=replace(lowering.target, lowering=lowering))
-    fused = Fuse().run(graph_module, context)
+    parts = Parts(forward=graph_module)
+    if JoinSums().applies(parts, context):
+        parts = JoinSums().run_parts(parts, context)
+    fused = Fuse().run(parts.forward, context)
     infer_qtypes(fused)
     parts = Parts(forward=fused)
     return lowering.executable(Lower().run_parts(parts, context).forward)

@@ -2,7 +2,8 @@
 
 // edge_sum_values and edge_sum_products: sums over all edges of the values of a body, or of products a^T b of two
 // values (the sides) of a body. They are the gradients of biases and weights inside the body. No value of an edge is
-// stored.
+// stored. The kernel of products also adds up the rows of the sides where that is asked for: threads have them in
+// registers as factors of the product.
 //
 // Layout: the sides are rows in the shared memory of a tile (edge_stages.cuh): the edges of a tile are the terms of a
 // product on the tensor cores, whose fragments threads read from different banks, as kPitch is an odd multiple of 8.
@@ -26,6 +27,11 @@ struct EdgeSumArgs {
   const int32_t* col;   // [E]
   float* part;          // [parts, width]
   int64_t edges;
+};
+
+struct EdgeProductArgs : EdgeSumArgs {
+  float* a_part;  // [parts, kA], where the rows of a are added up
+  float* b_part;  // [parts, kB], where those of b are
 };
 
 // Calls visit(count) for every tile of a warp with its number of edges, which may be 0: the warps of a block make
@@ -92,15 +98,17 @@ __global__ void __launch_bounds__(256, 2) edge_sum_values(EdgeSumArgs args, Body
   }
 }
 
-// The sums of a warp of a product of kA by kB columns, whose sides lie at the words kAtA and kAtB of an edge's row.
-template <int kA, int kB, int kAtA, int kAtB, int kPitch, int kDown, int kAcross>
+// The sums of a warp of a product of kA by kB columns, whose sides lie at the words kAtA and kAtB of an edge's row, and
+// of the rows of a side, where kSumA or kSumB is set. A thread adds up those of every fourth edge.
+template <int kA, int kB, int kAtA, int kAtB, int kPitch, int kDown, int kAcross, bool kSumA, bool kSumB>
 struct ProductSums {
   static constexpr int kFragmentsDown = ((kA + 15) / 16 + kDown - 1) / kDown;
   static constexpr int kFragmentsAcross = ((kB + 7) / 8 + kAcross - 1) / kAcross;
   float sum[kFragmentsDown][kFragmentsAcross][4];
+  float a_sum[kFragmentsDown][2], b_sum[kFragmentsAcross];
   int down, across;  // first row and column of this warp's fragments
 
-  __device__ __forceinline__ ProductSums() : sum{} {
+  __device__ __forceinline__ ProductSums() : sum{}, a_sum{}, b_sum{} {
     const int warp = static_cast<int>(threadIdx.x / 32) % (kDown * kAcross);
     down = warp / kAcross * kFragmentsDown * 16, across = warp % kAcross * kFragmentsAcross * 8;
   }
@@ -128,6 +136,7 @@ struct ProductSums {
         const int column = kAtB + min(across + 8 * n + group, kB - 1);
         b[n].set(0, near[column]);
         b[n].set(1, far[column]);
+        if constexpr (kSumB) b_sum[n] += near[column] + far[column];
       }
 #pragma unroll
       for (int m = 0; m < kFragmentsDown; ++m) {
@@ -136,10 +145,44 @@ struct ProductSums {
         a.set(1, near[a_of(m, 1)]);
         a.set(2, far[a_of(m, 0)]);
         a.set(3, far[a_of(m, 1)]);
+        if constexpr (kSumA) {
+          a_sum[m][0] += near[a_of(m, 0)] + far[a_of(m, 0)];
+          a_sum[m][1] += near[a_of(m, 1)] + far[a_of(m, 1)];
+        }
 #pragma unroll
         for (int n = 0; n < kFragmentsAcross; ++n) multiply_floats(sum[m][n], a, b[n]);
       }
     }
+  }
+
+  // Stores the sums of the rows of both sides: [kA] and [kB]. Every column is of one warp's first fragments.
+  __device__ __forceinline__ void store_sides(float* a_row, float* b_row) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    if constexpr (kSumA) {
+#pragma unroll
+      for (int m = 0; m < kFragmentsDown; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float total = over_edges(a_sum[m][half]);
+          const int column = down + 16 * m + lane / 4 + 8 * half;
+          if (lane % 4 == 0 && across == 0 && column < kA) a_row[column] = total;
+        }
+      }
+    }
+    if constexpr (kSumB) {
+#pragma unroll
+      for (int n = 0; n < kFragmentsAcross; ++n) {
+        const float total = over_edges(b_sum[n]);
+        const int column = across + 8 * n + lane / 4;
+        if (lane % 4 == 0 && down == 0 && column < kB) b_row[column] = total;
+      }
+    }
+  }
+
+  // Returns the sum over the four threads that add up the edges of one column.
+  __device__ static float over_edges(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
   }
 
   // Stores the sums as part of a matrix [kA, kB].
@@ -159,14 +202,14 @@ struct ProductSums {
   }
 };
 
-template <int kA, int kB, int kAtA, int kAtB, int kDown, int kAcross, class Body>
-__global__ void __launch_bounds__(256, 2) edge_sum_products(EdgeSumArgs args, Body body) {
+template <int kA, int kB, int kAtA, int kAtB, int kDown, int kAcross, bool kSumA, bool kSumB, class Body>
+__global__ void __launch_bounds__(256, 2) edge_sum_products(EdgeProductArgs args, Body body) {
   begin_kernel();
   constexpr bool kAlone = kDown * kAcross == 1;
   static_assert(kAlone || kDown * kAcross == Body::kWarps, "every warp has fragments of its own");
   extern __shared__ int4 memory[];
   EdgeTile<Body> tile(body, memory);
-  ProductSums<kA, kB, kAtA, kAtB, Body::kPitch, kDown, kAcross> sums;
+  ProductSums<kA, kB, kAtA, kAtB, Body::kPitch, kDown, kAcross, kSumA, kSumB> sums;
   const int own = static_cast<int>(threadIdx.x / 32);
   each_tile(args, tile, [&](int count) {
     sums.clear(tile.results, count);
@@ -184,6 +227,7 @@ __global__ void __launch_bounds__(256, 2) edge_sum_products(EdgeSumArgs args, Bo
   });
   const int64_t part = kAlone ? static_cast<int64_t>(blockIdx.x) * Body::kWarps + own : blockIdx.x;
   sums.store(args.part + part * (kA * kB));
+  sums.store_sides(args.a_part + part * kA, args.b_part + part * kB);
 }
 
 }  // namespace gnnc

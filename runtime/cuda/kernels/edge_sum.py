@@ -3,21 +3,26 @@
 A sum of what a thread can compute by itself is added up as it is computed. Values of bodies with stages are
 added up tile by tile. A product over all edges, ``a^T b``, is computed on the tensor cores, tile by tile,
 from two sides in shared memory; where these find no room there, they are stored and multiplied in FP32.
+Sums of the sides of a product are added up beside it, by the same kernel.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
-from gnnc.ir.body import body_values, parse_body
+from gnnc.ir.body import GROUPS, body_inputs, body_values, name_operands, parse_body
 from gnnc.ir.format import EDGE_LIST, Format
-from gnnc.ir.nodes import argument, first_operand, operand, unpack
+from gnnc.ir.joint_body import JointBody
+from gnnc.ir.nodes import argument, operand, unpack
+from gnnc.ir.summed_rows import summed_rows
 from gnnc.ir.vjp import derived_body
 from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, length, pointer
 from gnnc.runtime.cuda.kernels.body_stages import TILE, Side
 from gnnc.runtime.cuda.kernels.column_sum import write_column_sum, write_sum_of_parts
 from gnnc.runtime.cuda.kernels.edge_body import write_sides
+from gnnc.runtime.cuda.kernels.epilogue import truth
 from gnnc.runtime.cuda.kernels.gemm_tn_fp32 import write_product
 from gnnc.runtime.cuda.kernels.message import (
     Body,
@@ -33,7 +38,7 @@ from gnnc.runtime.cuda.kernels.message import (
 )
 from gnnc.runtime.program.launches import Expr, Operand, expr
 from gnnc.runtime.registry import kernel
-from gnnc.runtime.row_program.build import Refusal, planned
+from gnnc.runtime.row_program.build import Inner, Refusal, argument_of, fixed_width, planned
 
 _MAX_WIDTH = 4096
 _MOST_COLUMNS = 512
@@ -44,7 +49,6 @@ _FRAGMENTS_ALONE = 8
 """Fragments of a product that each warp adds up by itself."""
 _MOST_BLOCKS = 528
 """Blocks of a sum at most: they fill a large GPU. The same number on each: one order of the sum."""
-_RESHAPES = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.squeeze.dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class EdgeSum:
         rows = write_destinations(operand(node, "rowptr"), length(columns), emitter)
         if plan.together is not None:
             body, (a, b) = write_side_functor(plan.together, node, emitter)
-            _write_products(emitter, body, (a, b), rows, columns, emitter.allocate(node, dense=True))
+            outs = emitter.allocate(node, dense=True), None, None
+            _write_products(emitter, body, (a, b), rows, columns, outs)
             return
         bodies = [write_functor(side, node, emitter) for side in plan.sides]
         if len(bodies) == 1:
@@ -103,16 +108,108 @@ class EdgeSum:
         write_product(emitter, (a, b), [body.width for body in bodies], length(columns), out)
 
 
+@dataclass(frozen=True, slots=True)
+class JointPlan:
+    """A product over the edges, with the sums of one of its sides or of both.
+
+    Attributes:
+        sides: plan of the body of both sides.
+        edges: numbers of the offsets and the columns among the operands.
+        product: number of the product among the results.
+        sums: numbers of the sums of both sides; None: it is not asked for.
+    """
+
+    sides: Plan
+    edges: tuple[int, int]
+    product: int
+    sums: tuple[int | None, int | None]
+
+
+@kernel("fused:bodies", backend="cuda", name="edge_sums", priority=10)
+class EdgeSums:
+    """Kernel ``edge_sum_products`` of ``sparse/edge_sum.cuh``, which adds up the sides, too."""
+
+    @staticmethod
+    @planned
+    def plan(node: Node) -> JointPlan:
+        """Take a product and sums of its sides, where the sides find room in shared memory."""
+        inner = Inner(node)
+        bodies = inner.some("gnnc.edge_sum.default")
+        if not len(bodies) == len(inner.nodes) == len(inner.results):
+            raise Refusal("holds other ops than sums over the edges, or sums that nothing reads")
+        joint, rows = JointBody(), dict[Node, tuple[Node, ...]]()
+        for body in bodies:
+            (value,) = joint.add(argument(body, "body"), unpack(body, *GROUPS.values()))
+            rows[body] = _sides(value)
+        products = [body for body in bodies if len(rows[body]) == 2]
+        if len(products) != 1:
+            raise Refusal(f"holds {len(products)} products")
+        numbers = [_sums_of(side, rows, inner) for side in dict.fromkeys(rows[products[0]])]
+        if len(bodies) != 1 + sum(number is not None for number in numbers):
+            raise Refusal("holds sums of other rows than the sides of its product")
+        plan = _plan_sides(joint, rows[products[0]], inner, node)
+        edges = {unpack(body, "rowptr", "col") for body in bodies}
+        if len(edges) != 1:
+            raise Refusal(f"the bodies read {len(edges)} CSRs")
+        rowptr, col = (inner.operand(value, "the CSR") for value in next(iter(edges)))
+        a, b = (*numbers, None)[:2]
+        return JointPlan(plan, (rowptr, col), inner.results[products[0]], (a, b))
+
+    @staticmethod
+    def formats(plan: JointPlan, node: Node) -> tuple[Format, ...]:
+        """Return the edge list."""
+        return (EDGE_LIST,)
+
+    @staticmethod
+    def emit(plan: JointPlan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launches."""
+        rowptr, col = (argument_of(node, number) for number in plan.edges)
+        columns = emitter.vector(col)
+        rows = write_destinations(rowptr, length(columns), emitter)
+        body, (a, b) = write_side_functor(plan.sides, node, emitter)
+        outs = [
+            None if number is None else emitter.allocate(emitter.outputs(node)[number], dense=True)
+            for number in (plan.product, *plan.sums)
+        ]
+        _write_products(emitter, body, (a, b), rows, columns, outs)
+
+
+def _sums_of(side: Node, rows: Mapping[Node, tuple[Node, ...]], inner: Inner) -> int | None:
+    """Return the number of the result that is the sum of a side; None: there is none."""
+    found = [inner.results[body] for body, values in rows.items() if values == (side,)]
+    return found[0] if len(found) == 1 else None
+
+
+def _plan_sides(joint: JointBody, sides: tuple[Node, ...], inner: Inner, node: Node) -> Plan:
+    """Return the plan of the body of both sides of a product; refuse sides that find no room."""
+    text = derived_body(joint.text(list(sides)), lambda _, values: values)
+    named = name_operands(joint.operands)
+    operands = {name: argument_of(node, inner.operand(named[name], name)) for name in body_inputs(text)}
+    for value in operands.values():
+        fixed_width(value)
+    plan = Plan(
+        text, None, tuple((name, node.all_input_nodes.index(each)) for name, each in operands.items())
+    )
+    if not _has_room(plan, node):
+        raise Refusal("the sides of the product find no room in shared memory")
+    return plan
+
+
 def _plan_together(node: Node) -> Plan | None:
     """Return the plan of a body whose values are both sides of a product; None where they find no room."""
     text = derived_body(argument(node, "body"), lambda _, values: _sides(values[0]))
     plan = unchecked_plan(node, text)
+    return plan if _has_room(plan, node) else None
+
+
+def _has_room(plan: Plan, node: Node) -> bool:
+    """Return whether both sides of a product fit into shared memory, and its sums into registers."""
     try:
-        functor, (a, b) = write_sides(text, *plain_operands(plan, node))
+        functor, (a, b) = write_sides(plan.body, *plain_operands(plan, node))
     except Refusal:
-        return None
+        return False
     assert functor.block is not None
-    return plan if _grid(a, b, functor.block.warps) is not None else None
+    return _grid(a, b, functor.block.warps) is not None
 
 
 def _grid(a: Side, b: Side, warps: int) -> tuple[int, int] | None:
@@ -129,17 +226,33 @@ def _grid(a: Side, b: Side, warps: int) -> tuple[int, int] | None:
 
 
 def _write_products(
-    emitter: CudaEmitter, body: Body, sides: tuple[Side, Side], rows: Expr, columns: Expr, out: Expr
+    emitter: CudaEmitter,
+    body: Body,
+    sides: tuple[Side, Side],
+    rows: Expr,
+    columns: Expr,
+    outs: Sequence[Expr | None],
 ) -> None:
-    """Write the launches that add up the products of two values of a body."""
+    """Write the launches that add up the products of two values of a body, and these values.
+
+    Args:
+        emitter: the program under construction.
+        body: the body that leaves both values in shared memory.
+        sides: where they lie there.
+        rows: destination of every edge.
+        columns: source of every edge.
+        outs: the product, the sum of the first value and that of the second; None: it is not asked for.
+    """
     assert body.block is not None
     a, b = sides
     grid = _grid(a, b, body.block.warps)
     assert grid is not None, "the plan has found one"
     sizes = f"{a.columns}, {b.columns}, {body.name}::{a.place}, {body.name}::{b.place}, {grid[0]}, {grid[1]}"
+    flags = ", ".join(truth(out is not None) for out in outs[1:])
     each = body.block.warps if grid == (1, 1) else 1
-    kernel = f"gnnc::edge_sum_products<{sizes}, {body.name}>"
-    _write_sum(emitter, kernel, body, each, a.columns * b.columns, rows, columns, out)
+    kernel = f"gnnc::edge_sum_products<{sizes}, {flags}, {body.name}>"
+    widths = a.columns * b.columns, a.columns, b.columns
+    _write_sums(emitter, kernel, body, each, list(zip(widths, outs, strict=True)), rows, columns)
 
 
 def _write_values(emitter: CudaEmitter, body: Body, rows: Expr, columns: Expr, out: Expr) -> None:
@@ -149,27 +262,33 @@ def _write_values(emitter: CudaEmitter, body: Body, rows: Expr, columns: Expr, o
         write_column_sum(emitter, value, members, length(columns), body.width, out)
         return
     kernel = f"gnnc::edge_sum_values<{body.width}, {body.name}>"
-    _write_sum(emitter, kernel, body, body.block.warps, body.width, rows, columns, out)
+    _write_sums(emitter, kernel, body, body.block.warps, [(body.width, out)], rows, columns)
 
 
-def _write_sum(
+def _write_sums(
     emitter: CudaEmitter,
     kernel: str,
     body: Body,
     each: int,
-    width: int,
+    results: Sequence[tuple[int, Expr | None]],
     rows: Expr,
     columns: Expr,
-    out: Expr,
 ) -> None:
-    """Write the launches of a kernel whose blocks give ``each`` rows of sums, and of the sum of these."""
+    """Write the launches of a kernel whose blocks give ``each`` rows of every result, and of their sums."""
     assert body.block is not None
     edges = length(columns)
-    parts = emitter.scratch(1, _MOST_BLOCKS * each * width, torch.float32, flat=True)
+    parts = [
+        None if out is None else emitter.scratch(1, _MOST_BLOCKS * each * width, torch.float32, flat=True)
+        for width, out in results
+    ]
     count = expr("max(1, min({}, {}))", blocks(edges, body.block.warps * TILE), _MOST_BLOCKS)
-    values = [pointer(rows), pointer(columns), pointer(parts.written), edges, *body.pointers]
-    launch_tiles(kernel, count, values, body, emitter)
-    write_sum_of_parts(emitter, parts, expr("{} * {}", count, each), width, out)
+    first, *others = (pointer(None if part is None else part.written) for part in parts)
+    launch_tiles(
+        kernel, count, [pointer(rows), pointer(columns), first, edges, *others, *body.pointers], body, emitter
+    )
+    for (width, out), part in zip(results, parts, strict=True):
+        if out is not None and part is not None:
+            write_sum_of_parts(emitter, part, expr("{} * {}", count, each), width, out)
 
 
 def _value(body: Body, rows: Expr, columns: Expr, emitter: CudaEmitter) -> tuple[str, list[Operand]]:
@@ -194,17 +313,8 @@ def _stored(body: Body, rows: Expr, columns: Expr, emitter: CudaEmitter) -> Expr
 
 
 def _sides(value: Node) -> tuple[Node, ...]:
-    """Return the rows of edges whose sum a body gives, in that shape or another; ``a, b`` of ``a^T b``."""
-    while str(value.target) in _RESHAPES:
-        value = first_operand(value)
-    transposed = False
-    while str(value.target) == "aten.t.default":
-        value, transposed = first_operand(value), not transposed
-    if str(value.target) == "aten.mm.default":
-        left, right = unpack(value, "self", "mat2")
-        if str(left.target) == "aten.t.default":
-            sides = first_operand(left), right
-            return sides[::-1] if transposed else sides
-    if transposed or str(value.target) != "aten.sum.dim_IntList" or list(argument(value, "dim")) != [0]:
+    """Return the rows of edges whose sum a body gives, or both sides of a product; refuse other bodies."""
+    rows = summed_rows(value)
+    if not rows:
         raise Refusal(f"the body ends in {value.target}, not in a sum over the edges alone")
-    return (first_operand(value),)
+    return rows

@@ -7,7 +7,7 @@ import torch
 from architectures import ARCHITECTURES
 from cuda_cases import assert_no_spills
 from kernel_graphs import GRAPHS, Graph, relative_error
-from one_op import program_of, run_on_cuda
+from one_op import fused_program_of, program_of, run_fused_on_cuda, run_on_cuda
 from slow import slow_but
 from torch import Tensor
 
@@ -83,6 +83,87 @@ def run(body: str, g: Graph, groups: Groups) -> Tensor:
     return run_on_cuda(call, "edge_sum", *values)
 
 
+COLUMNS = "t0 = aten.sum.dim_IntList({a}, [0], True); t1 = aten.reshape.default(t0, [-1]); return t1"
+GRADIENT = (
+    "t0 = aten.add.Tensor(i0, j0); t1 = aten.relu.default(t0); t2 = aten.mm.default(t1, c0); "
+    "t3 = aten.threshold_backward.default(i1, t2, 0); "
+    "t4 = aten.sum.dim_IntList(t3, [0], True); t5 = aten.reshape.default(t4, [64]); return t5"
+)
+Sums = list[tuple[str, Groups]]
+
+
+def joint_cases(g: Graph) -> dict[str, Sums]:
+    """Return a product and sums of its sides, with their operands on a graph."""
+    dst, src, edges = g.num_dst, g.num_src, g.num_edges
+    columns = COLUMNS.format(a="e0")
+
+    def sides(a: int, b: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(edges, a), torch.randn(edges, b)
+
+    def sums(a: Tensor, b: Tensor, *summed: Tensor) -> Sums:
+        product = OUTER.format(a="e0", b="e1"), ([], [], [a, b], [])
+        return [*((columns, ([], [], [each], [])) for each in summed), product]
+
+    wide, narrow = sides(64, 16)
+    large = sides(70, 33)
+    gradients = torch.randn(edges, 64).bfloat16()
+    rows = [torch.randn(dst, 64), torch.randn(dst, 64)], [torch.randn(src, 64)], [], [torch.randn(64, 64) / 8]
+    return {
+        "first": sums(wide, narrow, wide),
+        "second": sums(wide, narrow, narrow),
+        "both": sums(*large, *large),
+        "one column": sums(*(ones := sides(1, 1)), ones[0]),
+        "of a product with itself": sums(wide, wide, wide),
+        "half": sums(gradients, narrow, gradients),
+        "stages": [(SECOND, rows), (GRADIENT, rows)],
+    }
+
+
+def call_all(sums: Sums, g: Graph) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """Return a function that calls all ops on tensors that they share, and these tensors."""
+    tensors = [value for _, groups in sums for group in groups for value in group]
+    shared = list({id(value): value for value in tensors}.values())
+    places = {id(value): number for number, value in enumerate(shared)}
+
+    def call(rowptr: Tensor, col: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            GNNC.edge_sum(
+                rowptr, col, body, *([values[places[id(each)]] for each in group] for group in groups)
+            )
+            for body, groups in sums
+        )
+
+    return call, (g.rowptr, g.col, *shared)
+
+
+JOINT = list(joint_cases(GRAPHS["one-edge"]()))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graph", slow_but(("random",), ["random", "no-edges", "one-edge", "star", "chunks"]))
+@pytest.mark.parametrize("name", slow_but(("first", "both", "stages"), JOINT))
+def test_a_product_adds_up_its_sides(name: str, graph: str) -> None:
+    torch.manual_seed(0)
+    g = GRAPHS[graph]()
+    sums = joint_cases(g)[name]
+    call, values = call_all(sums, g)
+    found = run_fused_on_cuda(call, ["edge_sums"], *values)
+    for got, (body, groups) in zip(found, sums, strict=True):
+        want = edge_sum_reference(g.rowptr, g.col, body, *exact(groups))
+        assert got.shape == want.shape and relative_error(got, want) < 2e-6
+
+
+@pytest.mark.cuda
+def test_a_sum_beside_a_product_has_what_is_not_finite_in_its_column() -> None:
+    g = GRAPHS["random"]()
+    sums = joint_cases(g)["first"]
+    sums[0][1][2][0][7, 3] = float("inf")
+    call, values = call_all(sums, g)
+    columns, product = run_fused_on_cuda(call, ["edge_sums"], *values)
+    others = torch.arange(64) != 3
+    assert columns[3].isinf() and columns[others].isfinite().all() and product[others].isfinite().all()
+
+
 def exact(groups: Groups) -> Groups:
     """Return the operands in float64."""
     i, j, e, c = ([value.double() for value in group] for group in groups)
@@ -133,3 +214,8 @@ def test_sides_share_the_memory_of_a_tile_and_no_kernel_spills(architecture: str
         assert ("edge_sum_products" in kernels) is (not stored and "values" not in name), name
         assert ("edge_map" in kernels) is stored or name == "values of 600", name
         assert_no_spills(resources_of(program.code[architecture]))
+    for name, sums in joint_cases(g).items():
+        call, values = call_all(sums, g)
+        program = fused_program_of(call, *values, backend=f"cuda-offline:{architecture}")
+        assert [kernel for _, kernel in program.kernels] == ["edge_sums"], name
+        assert_no_spills(resources_of(program.code[architecture]))  # type: ignore[attr-defined]
