@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import all_for_one
 from cuda_cases import assert_no_spills
 from kernel_graphs import GRAPHS
 from one_op import fused_program_of, run_fused_on_cuda
@@ -186,18 +186,18 @@ def test_rows_that_other_ops_read_too_are_converted_for_each() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_kernel_spills(architecture: str) -> None:
-    for heads, width in [(1, 40), (4, 16), (3, 10), (2, 128)]:
-        for dtype in (torch.float32, torch.float16):
-            values = values_of("random", heads, width, dtype)
-            program = fused_program_of(without_vectors, *values, backend=f"cuda-offline:{architecture}")
-            assert_no_spills(resources_of(program.code[architecture]))
-        for parts in PARTS:
-            values, wide = quantized_values("random", heads, width, parts, torch.bfloat16)
-            program = fused_program_of(
-                lambda *given, wide=wide: without_vectors(*wide(*given)),
-                *values,
-                backend=f"cuda-offline:{architecture}",
-            )
-            assert_no_spills(resources_of(program.code[architecture]))
+@pytest.mark.parametrize(("architecture", "shape"), all_for_one([(1, 40), (4, 16), (3, 10), (2, 128)]))
+def test_no_kernel_spills(architecture: str, shape: tuple[int, int]) -> None:
+    heads, width = shape
+    for dtype in (torch.float32, torch.float16):
+        values = values_of("random", heads, width, dtype)
+        program = fused_program_of(without_vectors, *values, backend=f"cuda-offline:{architecture}")
+        assert_no_spills(resources_of(program.code[architecture]))
+    for parts in PARTS:
+        values, wide = quantized_values("random", heads, width, parts, torch.bfloat16)
+        program = fused_program_of(
+            lambda *given, wide=wide: without_vectors(*wide(*given)),
+            *values,
+            backend=f"cuda-offline:{architecture}",
+        )
+        assert_no_spills(resources_of(program.code[architecture]))

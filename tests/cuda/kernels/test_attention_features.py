@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import all_for_one
 from attention_rows import random_rows, weighted_sum, widened
 from cuda_cases import assert_no_spills
 from kernel_graphs import GRAPHS, Graph, relative_error, star
@@ -98,8 +98,7 @@ def fits(size: tuple[int, int, int], dtype: torch.dtype) -> bool:
 @pytest.mark.first(1)
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(4, 16, 16), (2, 32, 8), (1, 64, 16)])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "size"), all_for_one([(4, 16, 16), (2, 32, 8), (1, 64, 16)]))
 def test_no_kernel_spills(architecture: str, size: tuple[int, int, int], dtype: torch.dtype) -> None:
     case = Case(*size, dtype)
     values = case.values(GRAPHS["random"]())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import all_for_one
 from attention_rows import random_rows, weighted_sum, widened
 from cuda_cases import assert_no_spills
 from kernel_graphs import GRAPHS, Graph, relative_error, star
@@ -134,9 +134,8 @@ def kernels_of(case: Case, architecture: str) -> tuple[str, bytes]:
 @pytest.mark.first(1)
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(2, 32), (5, 12), (1, 128)])
+@pytest.mark.parametrize(("architecture", "size"), all_for_one([(2, 32), (5, 12), (1, 128)]))
 @pytest.mark.parametrize("name", ["gatv2", "dot"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, name: str, size: tuple[int, int], dtype: torch.dtype) -> None:
     text, code = kernels_of(Case(name, *size, dtype), architecture)
     assert "body_attention" in text

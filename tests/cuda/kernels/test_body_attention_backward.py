@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import all_for_one
 from cuda_cases import assert_no_spills
 from kernel_graphs import GRAPHS, Graph, star
 from one_op import fused_program_of, run_fused_on_cuda
@@ -154,9 +154,8 @@ def program_text(name: str, shape: tuple[int, int], dtype: torch.dtype, backend:
 
 @pytest.mark.first(2)
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 32), (3, 10), (1, 128)])
+@pytest.mark.parametrize(("architecture", "shape"), all_for_one([(2, 32), (3, 10), (1, 128)]))
 @pytest.mark.parametrize("name", ["gatv2", "dot"])
 def test_no_kernel_spills(name: str, shape: tuple[int, int], dtype: torch.dtype, architecture: str) -> None:
     program = program_text(name, shape, dtype, f"cuda-offline:{architecture}", joined=name == "gatv2")
