@@ -1,10 +1,9 @@
 """Calls of every layer can be replayed as CUDA graphs, in inference and training, other than those listed."""
 
-from itertools import product
-
 import pytest
 import torch
 from layer_zoo import LAYERS, arguments
+from shared_captures import shared_captures
 from slow import slow_but
 from torch import Tensor, nn
 
@@ -13,8 +12,8 @@ from gnnc.runtime.cuda.driver.kernel_set import KernelSet
 
 pytestmark = pytest.mark.usefixtures("compiler")
 NODES, EDGES = 40, 300
-FIRST = [("fp16", "PNA"), ("int8", "mesh network"), ("fp32", "EdgeConv"), ("fp16", "MF")]
-CASES = slow_but(FIRST, [*product(("fp16", "int8", "fp32"), LAYERS)])
+FIRST = ["PNA", "mesh network", "EdgeConv", "MF"]
+CASES = slow_but(FIRST, list(LAYERS))
 _STACKS = "a weight a stack multiplies [nodes, stacks, features], in torch.bmm"
 _DEGREES = "a weight a degree multiplies the rows of that degree, which index_copy and index_add move"
 _LOOPS = "weights of self loops are written into learned weights of edges by a mask"
@@ -35,31 +34,38 @@ class Trained(nn.Module):
         return self.layer(self.first(x), *extra)
 
 
-def explained(name: str, precision: str, monkeypatch: pytest.MonkeyPatch, *, training: bool) -> str:
-    """Return what ``explain()`` says of a layer that is compiled for a device that need not be here."""
-    monkeypatch.setattr(KernelSet, "compile", lambda self, architecture: {})  # its text is enough
+def explained(name: str, *, training: bool) -> list[str]:
+    """Return what ``explain()`` says of a layer in each precision, for a device that need not be here."""
     torch.manual_seed(0)
     x, extra = arguments(LAYERS[name].takes, torch.randint(NODES, (2, EDGES)), NODES)
     layer = LAYERS[name].make()
     model = Trained(layer, x.shape[1]).train() if training else layer.eval()
-    compiled = gnnc.compile(model, precision=precision, backend="cuda-offline:sm_90")
-    with torch.set_grad_enabled(training), pytest.raises(gnnc.BackendError, match="not here"):
-        compiled(x, *extra)
-    return compiled.explain()
+    texts = []
+    with shared_captures():
+        for precision in ("fp16", "int8", "fp32"):
+            compiled = gnnc.compile(model, precision=precision, backend="cuda-offline:sm_90")
+            with torch.set_grad_enabled(training), pytest.raises(gnnc.BackendError, match="not here"):
+                compiled(x, *extra)
+            texts.append(compiled.explain())
+    return texts
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_inference(case: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    precision, name = case
-    text = explained(name, precision, monkeypatch, training=False)
-    assert ("launched one by one" in text) == (name in IN_INFERENCE), text
-    assert ("each call can be replayed as one CUDA graph" in text) != (name in IN_INFERENCE)
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of a program is enough."""
+    monkeypatch.setattr(KernelSet, "compile", lambda self, architecture: {})
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_training(case: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    precision, name = case
-    text = explained(name, precision, monkeypatch, training=True)
-    assert ("launched one by one" in text) == (name in IN_TRAINING), text
-    for part in ("forward", "backward"):
-        assert name in IN_TRAINING or f"{part}: each call can be replayed as one CUDA graph" in text, text
+@pytest.mark.parametrize("name", CASES)
+def test_inference(name: str) -> None:
+    for text in explained(name, training=False):
+        assert ("launched one by one" in text) == (name in IN_INFERENCE), text
+        assert ("each call can be replayed as one CUDA graph" in text) != (name in IN_INFERENCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training(name: str) -> None:
+    for text in explained(name, training=True):
+        assert ("launched one by one" in text) == (name in IN_TRAINING), text
+        for part in ("forward", "backward"):
+            assert name in IN_TRAINING or f"{part}: each call can be replayed as one CUDA graph" in text, text
