@@ -17,10 +17,13 @@ from torch.fx import Node
 
 from gnnc.capture.functionalize import without_writes
 from gnnc.errors import UnsupportedError
+from gnnc.ir.body import name_operands
+from gnnc.ir.edge_gradients import EXTREMA
 from gnnc.ir.graph import fake_mode_of, infer_meta, placeholders
 from gnnc.ir.nodes import is_result, outputs_of
 from gnnc.ir.parts import BACKWARD_LAYER, DIFFERENTIABLE, GRADIENTS, Parts
 from gnnc.ir.source import Source, source_of, wants_gradient
+from gnnc.ir.vjp import operand_of, spell_out
 from gnnc.passes.base import Context
 from gnnc.passes.normalize import simplify
 from gnnc.passes.rewrite.attention_gradients import join_attention_gradients
@@ -223,6 +226,8 @@ class _Layered(fx.Interpreter):
         self._trace = trace
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.gnnc.message.default:
+            args = _spelled_out(args)
         return super().call_function(WITHOUT_WRITES.get(target, target), args, kwargs)
 
     def run_node(self, n: Node) -> Any:
@@ -236,6 +241,16 @@ class _Layered(fx.Interpreter):
                     lambda _: self._trace.enter(f"{layer} {BACKWARD_LAYER}".strip())
                 )
         return result
+
+
+def _spelled_out(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a ``message``, whose body computes an extremum as its gradient does again."""
+    rowptr, col, body, reduce, *groups, num_dst = args
+    if not EXTREMA & set(reduce.split(",")):
+        return args
+    operands = name_operands(groups)
+    body = spell_out(body, tuple(operand_of(name, tensor) for name, tensor in operands.items()))
+    return rowptr, col, body, reduce, *groups, num_dst
 
 
 def _has_gradient(value: Any) -> bool:

@@ -22,6 +22,8 @@ from gnnc.torch_private import FakeTensor
 Tensors = list[Tensor]
 Gradients = list[list[Tensor | None]]
 
+EXTREMA = frozenset(("max", "min"))
+"""Reductions whose gradient compares the values that are reduced with the result."""
 _ATEN = torch.ops.aten
 
 
@@ -66,7 +68,7 @@ class ReducedCotangent:
         for name in self.names:
             if name == "softmax":
                 found += _softmax_cotangents(next(rest), next(rest), *islice(rows, 4))
-            elif name in ("max", "min"):
+            elif name in EXTREMA:
                 value, (top, share) = next(rest), islice(rows, 2)
                 others = value.to(top.dtype) != top if hits is None else next(hits).logical_not()
                 found.append(share.masked_fill(others, 0.0))
@@ -270,7 +272,7 @@ def row_operands(
     for (name, position, result), (_, _, slope) in zip(results, slopes, strict=True):
         if name == "softmax":
             yield from (slope, result, *_softmax_rows(edges, body, position, out.shape[0]))
-        elif name in ("max", "min"):
+        elif name in EXTREMA:
             yield from (result, slope / _hits(edges, body, position, result))
         else:
             yield divide_by_degree(slope, edges.rowptr) if name == "mean" else slope
@@ -308,7 +310,7 @@ def _hits(edges: Edges, body: str, position: int, top: Tensor) -> Tensor:
 def _edges_of_extrema(edges: Edges, body: str, names: tuple[str, ...], out: Tensor) -> Iterator[Tensor]:
     """Yield for each extremum which edges have it, ``[E, ...]``: their values are computed as it was."""
     for name, position, top in _each(names, out.detach()):
-        if name in ("max", "min"):
+        if name in EXTREMA:
             extended = edges.with_operands("i", [top])
 
             def hit(graph: Graph, values: list[Node], position: int = position) -> Node:

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnc.ir.edge_gradients import Edges, divide_by_degree, message_gradients
+from gnnc.ir.edge_gradients import EXTREMA, Edges, divide_by_degree, message_gradients
 from gnnc.ir.nodes import may_be_same_shape
-
-_EXTREMA = ("max", "min")
 
 
 def spmm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the operands of ``spmm``, and of an extremum its result."""
     rowptr, col, value, x, reduce, _ = inputs
-    ctx.save_for_backward(rowptr, col, value, x, output if reduce in _EXTREMA else None)
+    ctx.save_for_backward(rowptr, col, value, x, output if reduce in EXTREMA else None)
     ctx.reduce = reduce
 
 
@@ -132,7 +130,7 @@ def _broadcast_rows(rows: Tensor, sizes: Any) -> Tensor:
 def segment_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the operands of ``segment_reduce``, and of an extremum its result."""
     rowptr, perm, x, reduce, _ = inputs
-    ctx.save_for_backward(rowptr, perm, x, output if reduce in _EXTREMA else None)
+    ctx.save_for_backward(rowptr, perm, x, output if reduce in EXTREMA else None)
     ctx.reduce = reduce
 
 

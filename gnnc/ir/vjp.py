@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.errors import UnsupportedError
-from gnnc.ir.body import body_inputs, body_text, parse_body
+from gnnc.ir.body import body_inputs, body_text, parse_body, tensors_of
 from gnnc.ir.nodes import aten_name, first_operand, op_name, outputs_of, unpack
 from gnnc.ir.simpler_body import FORWARD, simpler
 from gnnc.ir.spelled_out import SPELLED_OUT
@@ -132,6 +132,42 @@ def _differentiable(body: str) -> GraphModule:
             node.target, node.args, node.kwargs = function, unpack(node, *names), {}
     parsed.recompile()
     return parsed
+
+
+@lru_cache(maxsize=1024)
+def spell_out(body: str, operands: tuple[Operand, ...]) -> str:
+    """Return a body whose ops are written as its gradients write them, step by step.
+
+    A gradient that compares values of the body with an extremum then finds the same bits, whatever runs it.
+
+    Args:
+        body: the body.
+        operands: the body's operands.
+    """
+    if not any(node.target in SPELLED_OUT for node in parse_body(body).graph.nodes):
+        return body
+    edges, given = _edge_count(operands), {operand.name: operand for operand in operands}
+    found = tensors_of(parse_body(body), [given[name].stand_in(edges) for name in body_inputs(body)])
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in parse_body(body).graph.nodes:
+        if node.target not in SPELLED_OUT:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        function, names = SPELLED_OUT[node.target]
+        values = unpack(node, *names)
+        tensors = [value for value in values if isinstance(value, Node)]
+
+        def steps(*given: Tensor, function: Any = function, values: Any = values) -> Tensor:
+            rest = iter(given)
+            result = function(*[next(rest) if isinstance(value, Node) else value for value in values])
+            _mark_forward()
+            return result
+
+        traced = simpler(trace_sizes(steps, [found[tensor] for tensor in tensors]))
+        _Cleaner(traced, edges).run()
+        inner = dict(zip(traced.find_nodes(op="placeholder"), map(copies.__getitem__, tensors), strict=True))
+        copies[node] = graph.graph_copy(traced, inner)  # type: ignore[assignment]
+    return body_text(graph)
 
 
 def _edge_count(operands: tuple[Operand, ...]) -> int:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gnnc.ir.body import evaluate_body
 from gnnc.ir.edge_gradients import GivenCotangent
 from gnnc.ir.structure import csr_reference
-from gnnc.ir.vjp import Operand, body_gradients
+from gnnc.ir.vjp import Operand, body_gradients, spell_out
 
 GNNC = torch.ops.gnnc
 EDGES, NODES = 40, 7
@@ -90,3 +91,24 @@ def test_the_gradient_has_a_gradient() -> None:
     assert torch.autograd.gradgradcheck(
         lambda x, weight: GNNC.edge_map(rowptr, col, text, [], [], [x], [weight]), (x, weight)
     )
+
+
+@pytest.mark.parametrize("arguments", WEIGHTS)
+def test_a_body_is_written_as_its_gradient_writes_it(arguments: str) -> None:
+    weights = [torch.randn(7) for _ in range(WEIGHTS[arguments])]
+    operands = [Operand("e0", (7,), torch.float32)]
+    operands += [Operand(f"c{number}", (7,), torch.float32) for number in range(len(weights))]
+    text = spell_out(body((7,), arguments), tuple(operands))
+    assert "layer_norm" not in text
+    gradient = body_gradients(body((7,), arguments), GivenCotangent("e0"), tuple(operands), ("e0",))["e0"]
+    steps, again = (re.findall(r"aten\.\w+\.", each) for each in (text, gradient))
+    assert steps[:5] == again[:5]
+    x = torch.randn(EDGES, 7)
+    found, expected = (evaluate_body(each, [], [], [x], weights) for each in (text, body((7,), arguments)))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_body_of_other_ops_stays() -> None:
+    text = "t0 = aten.linear.default(e0, c0); t1 = aten.silu.default(t0); return [t0, t1]"
+    operands = Operand("e0", (7,), torch.float32), Operand("c0", (3, 7), torch.float32)
+    assert spell_out(text, operands) == text

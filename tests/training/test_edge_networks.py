@@ -5,6 +5,7 @@ import pytest
 import torch
 from slow import slow_but
 from torch import Tensor, nn
+from torch_geometric.utils import scatter
 from traced import relative_error
 
 import gnnc
@@ -37,6 +38,20 @@ class Message(nn.Module):
         return torch.zeros_like(x).index_add(0, dst, self.net(torch.cat([x[dst], x[src]], 1)))
 
 
+class Largest(nn.Module):
+    """The largest messages, of an op that no kernel of bodies has, which then runs in PyTorch's ops."""
+
+    def __init__(self, step: nn.Module) -> None:
+        super().__init__()
+        self.lin, self.step = nn.Linear(WIDTH, WIDTH), step
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        (src, dst), h = edge_index, self.lin(x)
+        message = h[src] + 2 * h[dst]
+        message = self.step(message) + 0.1 * message.cumsum(1)
+        return scatter(message, dst, dim_size=len(x), reduce="max")
+
+
 def check(model: nn.Module, *args: Tensor) -> None:
     """Check that the gradients of all parameters are those of eager."""
     gradients = []
@@ -50,6 +65,11 @@ def check(model: nn.Module, *args: Tensor) -> None:
 @pytest.mark.parametrize("name", slow_but(("prelu", "layer norm", "log sigmoid"), list(STEPS)))
 def test_gradients_through_a_step_of_a_message(name: str) -> None:
     check(Message(STEPS[name]()), torch.randn(NODES, WIDTH), torch.randint(NODES, (2, EDGES)))
+
+
+@pytest.mark.parametrize("name", ["layer norm", "log sigmoid", "prelu", "gelu"])
+def test_gradients_of_maxima_in_ops_of_pytorch(name: str) -> None:
+    check(Largest(STEPS[name]()), torch.randn(NODES, WIDTH), torch.randint(NODES, (2, EDGES)))
 
 
 @pytest.mark.parametrize("wants_edges", [False, True])
