@@ -11,7 +11,15 @@ from torch.fx import Node
 
 from gnnc.ir import body_text
 from gnnc.ir.body import KINDS
-from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, reached, shape_of
+from gnnc.ir.nodes import (
+    argument,
+    aten_name,
+    first_operand,
+    holds_tensor,
+    is_pointwise,
+    reached,
+    shape_of,
+)
 from gnnc.passes.edges.node_tables import NodeTables, free_rows
 from gnnc.passes.edges.orders import Order
 from gnnc.passes.edges.rowwise import NARROW, Gather, as_gather, is_narrow, row_inputs
@@ -29,6 +37,11 @@ class UnfitError(Exception):
 
 def _width(node: Node) -> Any:
     return math.prod(shape_of(node)[1:])
+
+
+def _joins_rows(node: Node) -> bool:
+    """Return whether an op, such as ``cat``, takes a row of each operand for every edge: it repeats none."""
+    return len(row_inputs(node) or ()) > 1 and not is_pointwise(node)
 
 
 class BodyBuilder:
@@ -107,7 +120,7 @@ class BodyBuilder:
     def _leaf(self, node: Node) -> Node:
         if self.tables.is_inside(node) and (node is self.root or not is_narrow(node)):
             return self._call(node)
-        if aten_name(node) != "full.default":
+        if aten_name(node) != "full.default" or any(map(_joins_rows, node.users)):
             return self._emitted(node)
         value = node.meta["val"]
         constant = self.tables.builder.call(

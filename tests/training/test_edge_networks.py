@@ -72,6 +72,24 @@ def test_gradients_of_maxima_in_ops_of_pytorch(name: str) -> None:
     check(Largest(STEPS[name]()), torch.randn(NODES, WIDTH), torch.randint(NODES, (2, EDGES)))
 
 
+class Padded(nn.Module):
+    """A sum of messages with columns of zeros beside those of the source, times a row for all edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.factor = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(1, WIDTH + 2))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        (src, dst), h = edge_index, self.lin(x)
+        message = torch.cat([h[src], x.new_zeros(len(src), 2)], 1) * self.factor
+        return scatter(message.sigmoid(), dst, dim_size=len(x), reduce="sum")
+
+
+@pytest.mark.parametrize("edges", [EDGES, 1, 0])
+def test_columns_of_a_number_beside_those_of_a_node_train(edges: int) -> None:
+    check(Padded(), torch.randn(NODES, WIDTH), torch.randint(NODES, (2, edges)))
+
+
 @pytest.mark.parametrize("wants_edges", [False, True])
 def test_a_mesh_network_trains(wants_edges: bool) -> None:
     edges = torch.randn(EDGES, edge_layers.FEATURES, requires_grad=wants_edges)
