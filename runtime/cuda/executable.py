@@ -104,14 +104,14 @@ class CudaExecutable(Executable):
         return hashlib.sha256(f"{self.built.code_hash} {self.source}".encode()).hexdigest()
 
     @property
-    def replays(self) -> bool:
+    def replays_graph(self) -> bool:
         """Return whether calls launch a CUDA graph; under "auto" this is decided after a few calls."""
         return self._replayed is not None and self._graph_wins is True
 
     @property
     def launches(self) -> str:
         """Say whether calls are replayed as a CUDA graph, and why not."""
-        if self.replays:
+        if self.replays_graph:
             return "each call is replayed as one CUDA graph"
         if self.recording is None:
             return f"kernels are launched one by one: {self.built.obstacle}"

@@ -115,7 +115,7 @@ def test_auto_replays_what_takes_less_than_the_limit_alone(
     monkeypatch.setattr(Launcher, "__call__", lambda *given: made.append(1) or launch(*given))
     assert torch.equal(compiled(*arguments), expected)
     program = compiled._dispatch.last.executable
-    assert isinstance(program, CudaExecutable) and program.replays == (below > 0)
+    assert isinstance(program, CudaExecutable) and program.replays_graph == (below > 0)
     assert (not made) == (below > 0)
     said = "each call is replayed as one CUDA graph" if below > 0 else "they run for more than 0.0 ms a call"
     assert said in compiled.explain() and "Launches: " in compiled.profile(*arguments)

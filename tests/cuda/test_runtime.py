@@ -54,7 +54,9 @@ def test_a_graph_is_replayed_and_computes_the_same(model):
     for _ in range(4):
         x = x + 1
         assert torch.equal(compiled(x, edge_index), plain(x, edge_index))
-    assert compiled._dispatch.last.executable.replays and not plain._dispatch.last.executable.replays
+    assert (
+        compiled._dispatch.last.executable.replays_graph and not plain._dispatch.last.executable.replays_graph
+    )
     assert "each call is replayed as one CUDA graph" in compiled.explain()
     assert "launched one by one: cuda_graph=False" in plain.explain()
 
@@ -65,7 +67,7 @@ def test_auto_replays_small_calls(model):
     for _ in range(CudaExecutable.SETTLES_AFTER):
         compiled(x, edge_index)
         torch.cuda.synchronize()
-    assert compiled._dispatch.last.executable.replays
+    assert compiled._dispatch.last.executable.replays_graph
 
 
 @torch.no_grad()
