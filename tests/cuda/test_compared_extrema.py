@@ -7,9 +7,11 @@ import pytest
 import torch
 from cuda_cases import error, on_device
 from torch import Tensor, nn
+from torch.fx import Node
 from torch_geometric.nn import MessagePassing
 
 import gnnc
+from gnnc.passes.join_bodies import KIND
 from gnnc.runtime.cuda.kernels import edge_sum, message
 
 pytestmark = pytest.mark.filterwarnings("ignore:The usage of `scatter")
@@ -46,10 +48,15 @@ def gradients(call: Any, model: nn.Module, args: tuple[Tensor, ...]) -> list[Ten
     return list(torch.autograd.grad(weighted(call(*args)), [args[0], *model.parameters()]))
 
 
+def is_on_edges(node: Node) -> bool:
+    """Return whether a node is an op with a body, or several in one pass."""
+    return str(node.target) in EDGE_OPS or node.meta.get("kind") == KIND
+
+
 def kernels_of_bodies(compiled: Any) -> dict[str, set[str]]:
     """Return the kernels of the ops with bodies in each graph."""
     return {
-        part: {node.meta["kernel"] for node in gm.graph.nodes if str(node.target) in EDGE_OPS}
+        part: {node.meta["kernel"] for node in gm.graph.nodes if is_on_edges(node)}
         for part, gm in compiled._dispatch.last.parts.per_call()
     }
 
@@ -68,10 +75,16 @@ def check(model: Gated, backend: str, args: tuple[Tensor, ...]) -> Any:
     return compiled
 
 
+def decline_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels of sums over the edges take no gradient of a bias."""
+    monkeypatch.setattr(edge_sum, "_MAX_WIDTH", 4)
+    monkeypatch.setattr(edge_sum, "_has_room", lambda plan, node: False)
+
+
 @pytest.mark.cuda
 def test_all_bodies_run_in_a_kernel() -> None:
     compiled = check(Gated(8, "max"), "cuda", arguments(8))
-    assert kernels_of_bodies(compiled) == {"forward": {"edge_body"}, "backward": {"edge_body", "edge_sum"}}
+    assert kernels_of_bodies(compiled) == {"forward": {"edge_body"}, "backward": {"edge_body", "edge_sums"}}
 
 
 @pytest.mark.cuda
@@ -84,14 +97,14 @@ def test_a_maximum_is_declined_and_a_comparison_is_not(monkeypatch: pytest.Monke
 
 @pytest.mark.cuda
 def test_a_comparison_is_declined_and_a_maximum_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_sum, "_MAX_WIDTH", 4)
+    decline_sums(monkeypatch)
     compiled = check(Gated(8, "min"), "cuda", arguments(8))
     assert kernels_of_bodies(compiled) == {"forward": {"reference"}, "backward": {"reference"}}
 
 
 @pytest.mark.cuda
 def test_a_sum_needs_no_equal_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_sum, "_MAX_WIDTH", 4)
+    decline_sums(monkeypatch)
     compiled = check(Gated(8, "mean"), "cuda", arguments(8))
     assert kernels_of_bodies(compiled)["forward"] == {"edge_body"}
     assert "edge_body" in kernels_of_bodies(compiled)["backward"]
