@@ -144,6 +144,7 @@ class CudaEmitter(Emitter):
         *,
         block: int = BLOCK,
         shared: int = 0,
+        resident: bool = False,
     ) -> None:
         """Write the launch of an instance of a kernel template.
 
@@ -153,10 +154,12 @@ class CudaEmitter(Emitter):
             values: eight-byte arguments; pointers to memory that the kernel writes are of ``Expr.written``.
             block: threads a block, or ``AS_COMPILED``.
             shared: bytes of dynamic shared memory.
+            resident: launch no more blocks than run at a time, which share the work.
         """
-        launcher = self.bind(
-            self.kernel_set.launcher(kernel, count_of(values), block=block, shared=shared), "launch"
+        launcher = self.kernel_set.launcher(
+            kernel, count_of(values), block=block, shared=shared, resident=resident
         )
+        launcher = self.bind(launcher, "launch")
         arguments = tuple(value if isinstance(value, Unpacked) else literal(value) for value in values)
         self.append(Launch(launcher.text, literal(grid), arguments))
 

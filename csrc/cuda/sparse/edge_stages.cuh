@@ -318,13 +318,15 @@ struct FullProduct {
   }
 };
 
-// A product of 16 bits with FP32 sums, on the tensor cores: a tile has the rows of one fragment.
+// A product of 16 bits with FP32 sums, on the tensor cores: a tile has the rows of one fragment. Of every sixteen rows k
+// of the weights, thread t of four multiplies 4t, .., 4t + 3, neighbours of an operand's row that it computes at once.
 template <class T, int kIn, int kOut, int kTo, int kWeightsAt>
 struct HalfProduct {
   static constexpr int kRows = (kIn + 15) / 16 * 16, kColumns = (kOut + 15) / 16 * 16;
   static constexpr int kPitch = kRows + 8;  // elements: ldmatrix reads eight rows from different banks
   static constexpr bool kShared = kWeightsAt >= 0;
   static constexpr int kTogether = kColumns < 64 ? kColumns : 64;  // columns whose sums a warp holds
+  static constexpr bool kStreams = kColumns == kTogether;          // the operand is read once: it is never stored
 
   template <class Tile>
   __device__ static T* weights(const Tile& tile) {
@@ -335,28 +337,61 @@ struct HalfProduct {
     const bool is_there = k < kIn && column < kOut;
     return step::from_float<T>(is_there ? tile.body.template weight<kStage>(k, column) : 0.0f);
   }
+  // Returns the row of the weights at a place of a fragment, where thread t has 2t, 2t + 1, 2t + 8 and 2t + 9.
+  __device__ static int row_at(int place) {
+    return place / 16 * 16 + place % 8 / 2 * 4 + place / 8 % 2 * 2 + place % 2;
+  }
 
   template <int kStage, class Tile>
   __device__ __forceinline__ static void load(const Tile& tile) {
     if constexpr (kShared) {
       for (int i = static_cast<int>(threadIdx.x); i < kColumns * kRows; i += static_cast<int>(blockDim.x)) {
-        weights(tile)[i / kRows * kPitch + i % kRows] = weight<kStage>(tile, i % kRows, i / kRows);
+        weights(tile)[i / kRows * kPitch + i % kRows] = weight<kStage>(tile, row_at(i % kRows), i / kRows);
       }
     }
   }
 
   template <int kStage, class Tile>
   __device__ __forceinline__ static void run(const Tile& tile) {
-    auto* const operand = reinterpret_cast<T*>(tile.operand);
-    each_column<kStage, 4, kRows>(tile, kIn, [&](int which, int column, const float (&values)[4]) {
-      store_columns(operand + which * kPitch + column, values);
-    });
-    __syncwarp();
+    if constexpr (kStreams) {
+      columns<kStage>(tile, 0, [&](uint32_t (&a)[4], int k) { operand<kStage>(a, tile, k); });
+    } else {
+      auto* const stored = reinterpret_cast<uint4*>(tile.operand) + Tile::lane();
+#pragma unroll 2
+      for (int k = 0; k < kRows; k += 16) {
+        uint32_t a[4];
+        operand<kStage>(a, tile, k);
+        stored[2 * k] = make_uint4(a[0], a[1], a[2], a[3]);
+      }
+      __syncwarp();
 #pragma unroll 1
-    for (int first = 0; first < kColumns; first += kTogether) columns<kStage>(tile, operand, first);
+      for (int first = 0; first < kColumns; first += kTogether) {
+        columns<kStage>(tile, first, [&](uint32_t (&a)[4], int k) {
+          const uint4 words = stored[2 * k];
+          a[0] = words.x, a[1] = words.y, a[2] = words.z, a[3] = words.w;
+        });
+      }
+    }
   }
 
  private:
+  // Computes sixteen columns of the operand, from k on: a fragment.
+  template <int kStage, class Tile>
+  __device__ __forceinline__ static void operand(uint32_t (&a)[4], const Tile& tile, int k) {
+    const int lane = Tile::lane(), first = k + lane % 4 * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool is_there = kRows == kIn || first + i < kIn;
+        values[i] = is_there ? tile.template column<kStage>(lane / 4 + 8 * half, first + i) : 0.0f;
+      }
+      a[half] = two_halves(values[0], values[1], T{});
+      a[half + 2] = two_halves(values[2], values[3], T{});
+    }
+  }
+
   __device__ static void load_matrices(uint32_t (&words)[4], const T* from) {
     const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(from));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -374,16 +409,16 @@ struct HalfProduct {
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int at = k + i % 2 * 8 + lane % 4 * 2, of = column + i / 2 * 8 + lane / 4;
+        const int at = k + lane % 4 * 4 + i % 2 * 2, of = column + i / 2 * 8 + lane / 4;
         const Vector<T, 2> pair{{weight<kStage>(tile, at, of), weight<kStage>(tile, at + 1, of)}};
         b[i] = *reinterpret_cast<const uint32_t*>(&pair);
       }
     }
   }
 
-  // Computes the columns from `first` on.
-  template <int kStage, class Tile>
-  __device__ __forceinline__ static void columns(const Tile& tile, const T* operand, int first) {
+  // Computes the columns from `first` on; fragment(a, k) gives that of the operand.
+  template <int kStage, class Tile, class Fragment>
+  __device__ __forceinline__ static void columns(const Tile& tile, int first, const Fragment& fragment) {
     constexpr int kFragments = kTogether / 8;
     const int lane = Tile::lane(), row = lane / 4, pair = lane % 4 * 2;
     float sum[kFragments][4];
@@ -395,10 +430,10 @@ struct HalfProduct {
         sum[n][i] = column < kOut ? tile.body.template bias<kStage>(column) : 0.0f;
       }
     }
-#pragma unroll(kRows <= 64 ? 4 : 1)
+#pragma unroll(kRows <= 64 ? 4 : 2)
     for (int k = 0; k < kRows; k += 16) {
       uint32_t a[4];
-      load_matrices(a, operand + lane % 16 * kPitch + k + lane / 16 * 8);
+      fragment(a, k);
 #pragma unroll
       for (int n = 0; n < kFragments; n += 2) {
         if (kColumns % kTogether != 0 && first + 8 * n >= kColumns) continue;
@@ -408,6 +443,7 @@ struct HalfProduct {
         multiply_halves(sum[n + 1], a, b[2], b[3], T{});
       }
     }
+    if constexpr (kStreams) __syncwarp();  // results take the place of what the operand is computed from
 #pragma unroll
     for (int n = 0; n < kFragments; ++n) {
 #pragma unroll

@@ -55,7 +55,9 @@ class KernelSet:
         self._structs[name] = body
         return name
 
-    def launcher(self, kernel: str, count: int, *, block: int = BLOCK, shared: int = 0) -> Launcher:
+    def launcher(
+        self, kernel: str, count: int, *, block: int = BLOCK, shared: int = 0, resident: bool = False
+    ) -> Launcher:
         """Return the launcher of an instance, such as ``gnnc::spmm<Config, Epilogue>``.
 
         Args:
@@ -63,10 +65,11 @@ class KernelSet:
             count: number of its eight-byte arguments.
             block: threads a block, or ``AS_COMPILED``.
             shared: bytes of dynamic shared memory.
+            resident: launch no more blocks than run at a time.
         """
-        key = (kernel, count, block, shared)
+        key = (kernel, count, block, shared, resident)
         if key not in self._launchers:
-            self._launchers[key] = Launcher(kernel, count, block, shared)
+            self._launchers[key] = Launcher(kernel, count, block, shared, resident=resident)
         return self._launchers[key]
 
     @property

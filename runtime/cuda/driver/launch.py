@@ -13,7 +13,9 @@ from gnnc.runtime.cuda.driver.cubin import waiting_kernels
 
 _END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 _MAX_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+_MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MOST_BLOCKS = 2**31 - 1  # of a grid
 _PROGRAMMATIC_EDGES = 12030  # first driver version with programmatic edges between nodes of a graph
 
 
@@ -121,6 +123,23 @@ class LoadedCode:
         check(asked, "read the launch bound of a kernel")
         return count.value
 
+    @staticmethod
+    def resident_blocks(handle: ctypes.c_void_p, block: int, shared: int, device: int) -> int:
+        """Return how many blocks of a kernel run at a time on all multiprocessors."""
+        function, each, multiprocessors = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        library = driver()
+        with on_device(device):
+            check(library.cuKernelGetFunction(ctypes.byref(function), handle), "find a kernel's function")
+            check(
+                library.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                    ctypes.byref(each), function, block, ctypes.c_size_t(shared)
+                ),
+                "tell how many blocks run at a time",
+            )
+            asked = library.cuDeviceGetAttribute(ctypes.byref(multiprocessors), _MULTIPROCESSORS, device)
+            check(asked, "count the multiprocessors")
+        return max(1, each.value * multiprocessors.value)
+
     def __del__(self) -> None:
         if self._library:
             driver().cuLibraryUnload(self._library)
@@ -179,12 +198,14 @@ class Launcher:
         block: threads a block; 0 stands for the kernel's launch bound, which may depend on the
             architecture, until the kernel is bound.
         shared: bytes of dynamic shared memory.
+        resident: whether a launch has no more blocks than run at a time, which share the work.
         waits: whether, in a graph, the kernel waits for the one before it itself; set by ``bind``.
     """
 
-    def __init__(self, name: str, count: int, block: int, shared: int) -> None:
-        self.name, self.count, self.block, self.shared = name, count, block, shared
+    def __init__(self, name: str, count: int, block: int, shared: int, *, resident: bool = False) -> None:
+        self.name, self.count, self.block, self.shared, self.resident = name, count, block, shared, resident
         self.waits = False
+        self._most = _MOST_BLOCKS
         self._pack, self._packed = struct.Struct(f"{count}qI").pack_into, struct.Struct(f"{count}q").pack
         self._buffer: Any = None
         self._code: LoadedCode | None = None
@@ -197,6 +218,8 @@ class Launcher:
         handle = code.kernel(symbol, self.shared, device)
         self.waits = code.waits(symbol)
         self.take(handle, self.block or code.threads(handle, device), driver().cuLaunchKernelEx)
+        if self.resident:
+            self._most = code.resident_blocks(handle, self.block, self.shared, device)
 
     def take(self, handle: ctypes.c_void_p, block: int, launch: Callable[..., int]) -> None:
         """Use this kernel, blocks of ``block`` threads, and the function ``launch`` (cuLaunchKernelEx)."""
@@ -204,9 +227,10 @@ class Launcher:
         self._buffer = _LaunchBuffer(self.count, block, self.shared)
 
     def __call__(self, grid: int, stream: int, *values: int) -> None:
-        """Launch ``grid`` blocks; none where it is 0."""
+        """Launch ``grid`` blocks, or as many as run at a time; none where it is 0."""
         if grid == 0:
             return
+        grid = min(grid, self._most)
         buffer = self._buffer
         self._pack(buffer.packed, 0, *values, grid)
         if buffer.stream != stream:
@@ -221,4 +245,4 @@ class Launcher:
 
     def record(self, grid: int, recorded: list[Any], *values: int) -> None:
         """Append a launch to ``recorded`` instead of making it; a launch of no blocks is skipped later."""
-        recorded.append((self, grid, self._packed(*values)))
+        recorded.append((self, min(grid, self._most), self._packed(*values)))

@@ -23,6 +23,8 @@ _MOST_WEIGHTS = 48 * 1024
 _MOST_SHARED = 96 * 1024
 """Bytes of shared memory of a block: two blocks a multiprocessor."""
 _MOST_WARPS = 8
+_STREAMED = 64
+"""Columns of a product of 16 bits whose sums a warp holds: ``HalfProduct::kTogether``."""
 _NARROW = 16
 """Columns of results that a warp reduces from shared memory: ``TileColumns::kNarrow``."""
 
@@ -92,9 +94,9 @@ class ProductStage(Stage):
 
     @property
     def operand_bytes(self) -> int:
-        """Return the bytes of an edge's operand: ``kPitch`` of the C++ type."""
+        """Return the bytes of an edge's operand; of 16 bits, one that is read once is not stored."""
         if self.type is not None:
-            return 2 * (_up(self.inputs, 16) + 8)
+            return 2 * _up(self.inputs, 16) if _up(self.outputs, 16) > _STREAMED else 0
         words = _up(self.inputs, 4)
         return 4 * (words if words % 8 == 4 else words + 4)
 

@@ -283,9 +283,8 @@ def _write_sums(
     ]
     count = expr("max(1, min({}, {}))", blocks(edges, body.block.warps * TILE), _MOST_BLOCKS)
     first, *others = (pointer(None if part is None else part.written) for part in parts)
-    launch_tiles(
-        kernel, count, [pointer(rows), pointer(columns), first, edges, *others, *body.pointers], body, emitter
-    )
+    values = [pointer(rows), pointer(columns), first, edges, *others, *body.pointers]
+    launch_tiles(kernel, count, values, body, emitter, resident=False)
     for (width, out), part in zip(results, parts, strict=True):
         if out is not None and part is not None:
             write_sum_of_parts(emitter, part, expr("{} * {}", count, each), width, out)

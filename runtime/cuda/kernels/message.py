@@ -26,10 +26,6 @@ from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, exp
 from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import Refusal, fixed_width, planned
 
-_MOST_BLOCKS = 1024
-"""Blocks of an edge_map with stages: enough for any device, few enough that weights are seldom loaded."""
-_MULTIPROCESSOR_BYTES = 200 * 1024
-"""Shared memory of a multiprocessor that blocks of a message with stages fill."""
 _MOST_STATES = 32
 """Words of the states of a thread's columns, at most, where stages make it hold all of them at a time."""
 _STORED = {"edge_map": (torch.float32, torch.float16, torch.bfloat16)}
@@ -272,19 +268,34 @@ def write_edge_map(
         grid = expr("({})", blocks(expr("{} * {}", edges, body.width), BLOCK))
         emitter.launch(f"gnnc::edge_map<{parameters}>", grid, values)
         return
-    grid = expr("min({}, {})", blocks(edges, body.block.warps * TILE), _MOST_BLOCKS)
+    grid = blocks(edges, body.block.warps * TILE)
     launch_tiles(f"gnnc::edge_map_tiles<{parameters}>", grid, values, body, emitter)
 
 
 def launch_tiles(
-    kernel: str, grid: Expr, values: Sequence[Argument], body: Body, emitter: CudaEmitter
+    kernel: str,
+    grid: Expr,
+    values: Sequence[Argument],
+    body: Body,
+    emitter: CudaEmitter,
+    *,
+    resident: bool = True,
 ) -> None:
-    """Write the launch of a kernel that runs the stages of a body."""
+    """Write the launch of a kernel that runs the stages of a body.
+
+    Args:
+        kernel: C++ name of the kernel.
+        grid: number of blocks.
+        values: arguments of the kernel.
+        body: the body.
+        emitter: the program under construction.
+        resident: launch no more blocks than run at a time: each loads the weights.
+    """
     assert body.block is not None
     condition = f"EdgeTile<{body.name}>::kBytes == {body.block.nbytes}"
     emitter.kernel_set.require(kernel, condition, "stages are given another block")
     threads, shared = 32 * body.block.warps, body.block.nbytes
-    emitter.launch(kernel, grid, values, block=threads, shared=shared)
+    emitter.launch(kernel, grid, values, block=threads, shared=shared, resident=resident)
 
 
 def write_message(
@@ -315,9 +326,7 @@ def write_message(
     if body.block is not None:
         kernel = f"gnnc::message_tiles<{body.width}, {stride}, gnnc::Reductions<{joins}>, {body.name}>"
         emitter.kernel_set.expect(kernel, "MessageArgs", count_of(values))
-        most = expr("{} * {}.blocks", max(1, min(4, _MULTIPROCESSOR_BYTES // body.block.nbytes)), runs)
-        grid = expr("min({}, {})", blocks(count, body.block.warps), most)
-        launch_tiles(kernel, grid, [*values, *body.pointers], body, emitter)
+        launch_tiles(kernel, blocks(count, body.block.warps), [*values, *body.pointers], body, emitter)
         return
     lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= body.width or lanes == 32)
     kernel = f"gnnc::message<{body.width}, {stride}, {lanes}, gnnc::Reductions<{joins}>, {body.name}>"
