@@ -7,7 +7,7 @@
 // kStride elements apart. A body is a functor of sparse/edge.cuh that reads the row `edge` of its operands.
 // Traffic: each operand and the result once, in FP32 or 16 bits. Floor: these bytes at copy bandwidth.
 //
-// Launch: blocks of 256 threads, one for every element of the result.
+// Launch: blocks of 256 threads, one for every kTogether neighbouring elements of the result.
 
 #include "common/row_steps.cuh"
 
@@ -18,16 +18,23 @@ struct RowBodyArgs {
   int64_t rows;
 };
 
-template <int kWidth, int kStride, class T, class Body>
+template <int kWidth, int kStride, int kTogether, class T, class Body>
 __global__ void __launch_bounds__(256) row_body(RowBodyArgs args, Body body) {
   begin_kernel();
+  static_assert(kWidth % kTogether == 0 && kStride % kTogether == 0, "vectors fill the rows");
+  constexpr int kEach = kWidth / kTogether;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
-  const int64_t row = index / kWidth;
+  const int64_t row = index / kEach;
   if (row >= args.rows) return;
-  const int column = static_cast<int>(index % kWidth);
-  float value[1];
-  body(0, 0, row, nullptr, column, value);
-  static_cast<T*>(args.out)[row * kStride + column] = step::from_float<T>(value[0]);
+  const int column = static_cast<int>(index % kEach) * kTogether;
+  Vector<T, kTogether> stored;
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) {
+    float value[1];
+    body(0, 0, row, nullptr, column + k, value);
+    stored.v[k] = step::from_float<T>(value[0]);
+  }
+  *reinterpret_cast<Vector<T, kTogether>*>(static_cast<T*>(args.out) + row * kStride + column) = stored;
 }
 
 }  // namespace gnnc

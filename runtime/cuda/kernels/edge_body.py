@@ -67,18 +67,21 @@ _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten
 _SHORT_SOFTMAX = 32  # columns that each thread of a row adds up by itself
 
 
-def write_body(text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> Functor:
+def write_body(
+    text: str, operands: dict[str, torch.Tensor], strides: dict[str, int], *, in_vectors: bool = False
+) -> Functor:
     """Return a body as a functor.
 
     Args:
         text: the body.
         operands: fake tensors of the operands, by name (``i0``, ``j0``, ``e0``, ``c0``).
         strides: elements from one row to the next, of operands other than constants.
+        in_vectors: whether a thread computes four neighbouring columns, from a multiple of four.
 
     Raises:
         Refusal: the body has an op, or an operand, that a single thread cannot compute.
     """
-    return BodyWriter(text, operands, strides).write()
+    return BodyWriter(text, operands, strides).write(in_vectors=in_vectors)
 
 
 def write_sides(
@@ -112,9 +115,10 @@ class BodyWriter:
         self.in_vectors = False
         self.rows = self._fetched() if has_stages(self.module.graph, self.shapes) else {}
 
-    def write(self) -> Functor:
-        """Return the body as a functor."""
+    def write(self, *, in_vectors: bool = False) -> Functor:
+        """Return the body as a functor, which is called for four neighbours if ``in_vectors``."""
         self._check_operands()
+        self.in_vectors = in_vectors
         results = body_values(self.module.graph)
         scope, widths = Scope(), set()
         for number, result in enumerate(results):

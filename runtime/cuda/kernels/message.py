@@ -189,10 +189,11 @@ class Body:
     block: Block | None
 
 
-def write_functor(plan: Plan, node: Node, emitter: CudaEmitter) -> Body:
-    """Return the body of an op as a struct of the program's kernels."""
+def write_functor(plan: Plan, node: Node, emitter: CudaEmitter, *, in_vectors: bool = False) -> Body:
+    """Return the body of an op as a struct of the program's kernels, called for four neighbours if ``in_vectors``."""
     tensors, strides = operand_matrices(plan, node, emitter)
-    return body_of(write_body(plan.body, _operands(plan, node), strides), tensors, emitter)
+    functor = write_body(plan.body, _operands(plan, node), strides, in_vectors=in_vectors)
+    return body_of(functor, tensors, emitter)
 
 
 def write_side_functor(plan: Plan, node: Node, emitter: CudaEmitter) -> tuple[Body, tuple[Side, ...]]:

@@ -24,11 +24,13 @@ _SINGLE = tuple(
 ) + tuple(f"aten.{name}" for name in GRADIENTS)
 """Ops that run in the kernel by themselves, too: a call of launches alone is replayed as a CUDA graph."""
 _LOW = (torch.float16, torch.bfloat16)
+_VECTOR = 4
+"""Columns that a thread computes, and loads and stores at once."""
 
 
 @kernel("fused:map", *_SINGLE, backend="cuda", name="row_body", priority=5, elements=BYTES)
 class RowBody:
-    """Kernel of ``csrc/cuda/dense/row_body.cuh``: each thread computes an element of the result."""
+    """Kernel of ``csrc/cuda/dense/row_body.cuh``: each thread computes neighbours in the result."""
 
     @staticmethod
     @planned
@@ -45,10 +47,12 @@ class RowBody:
     @staticmethod
     def emit(plan: row_body.Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launch."""
-        body = message.write_functor(message.Plan(plan.body, None, plan.operands), node, emitter)
-        count = emitter.size(shape_of(node)[0])
         out = emitter.allocate(node, dense=plan.width == 1)  # a vector for what reads a number a row
-        kind, stride = TYPES[plan.dtype], emitter.row_stride(node)
-        grid = expr("({})", blocks(expr("{} * {}", count, plan.width), BLOCK))
-        kernel = f"gnnc::row_body<{plan.width}, {stride}, {kind}, {body.name}>"
+        stride = emitter.row_stride(node)
+        together = _VECTOR if plan.width % _VECTOR == stride % _VECTOR == 0 else 1
+        edges = message.Plan(plan.body, None, plan.operands)
+        body = message.write_functor(edges, node, emitter, in_vectors=together > 1)
+        count = emitter.size(shape_of(node)[0])
+        grid = expr("({})", blocks(expr("{} * {}", count, plan.width // together), BLOCK))
+        kernel = f"gnnc::row_body<{plan.width}, {stride}, {together}, {TYPES[plan.dtype]}, {body.name}>"
         emitter.launch(kernel, grid, [pointer(out.written), count, *body.pointers])
