@@ -152,6 +152,7 @@ class Target:
         joint_sums: whether its kernel of a product over all edges adds up the rows of its sides, too.
         stored_steps: whether what several bodies of gradients compute is stored for every edge, where that
             costs less: its kernels run one body a pass, and store rows of 16 bits.
+        narrow_edges: whether its kernels store values of edges in 16 bits, where their readers round them.
         body_products: precisions, beside FP32, in which its kernels of bodies multiply by a weight.
         rounds_body_rows: whether its kernels of bodies gather 16-bit rows where they multiply in 16 bits.
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
@@ -192,6 +193,7 @@ class Target:
     joint_bodies: bool = False
     joint_sums: bool = False
     stored_steps: bool = False
+    narrow_edges: bool = False
     body_products: frozenset[str] = frozenset()
     rounds_body_rows: bool = False
     tensor_scales: bool = False

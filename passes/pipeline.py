@@ -12,6 +12,7 @@ from gnnc.passes.join_bodies import JoinBodies
 from gnnc.passes.join_sums import JoinSums
 from gnnc.passes.joint import Joint
 from gnnc.passes.lower import Lower
+from gnnc.passes.narrow_edges import NarrowEdges
 from gnnc.passes.nodes_first import NodesFirst
 from gnnc.passes.normalize import Normalize
 from gnnc.passes.partition import Partition
@@ -37,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     Assign(),  # a precision for every primitive
     Quantize(),  # scales and quantized values go in, primitives take integers
     Cache(),  # each tensor is quantized once
+    NarrowEdges(),  # what products and sums of edges read in 16 bits is stored in 16 bits
     StaticFeatures(),  # features that stay are quantized once a training run
     Partition(),  # forward and backward become graphs of their own
     ShareSteps(),  # what bodies of gradients compute alike is stored, where kernels run one body a pass

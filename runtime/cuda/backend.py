@@ -30,6 +30,7 @@ TARGET = Target(
     joint_products=False,
     joint_sums=True,
     stored_steps=True,
+    narrow_edges=True,
     tensor_scales=True,
     epilogue_scales=True,
     gradient_steps=GRADIENT_STEPS,

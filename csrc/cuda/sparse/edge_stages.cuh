@@ -5,19 +5,19 @@
 // columns read.
 //
 // Layout: a warp works on a tile of kTile edges. Its shared memory holds the ids of these edges, a row for each
-// (Body::kPitch words), and the operand of one product at a time. In an edge's row lie the rows of operands of
-// sources and of edges (Fetched), which are copied asynchronously, all at once, and the results of the stages, which
-// take the place of what no later stage reads. The weights lie before, once a block: in FP32
-// transposed, so that threads of neighbouring columns read neighbouring words, in 16 bits as rows for ldmatrix, both
-// padded against bank conflicts. Weights that find no room (kWeightsAt < 0) are read where they lie. Order: every sum
-// is made in an order that depends on the stage alone, not on the kernel, the tile or the edge's place in it: the
+// (Body::kPitch words), and the operand of one product at a time, where that is read more than once. In an edge's row
+// lie the rows of operands of sources and of edges (Fetched), which are copied asynchronously, all at once, and the
+// results of the stages, which take the place of what no later stage reads. The weights lie before, once a block: in
+// FP32 transposed, so that threads of neighbouring columns read neighbouring words, in 16 bits as rows for ldmatrix,
+// both padded against bank conflicts. Weights that find no room (kWeightsAt < 0) are read where they lie. Order: every
+// sum is made in an order that depends on the stage alone, not on the kernel, the tile or the edge's place in it: the
 // gradient of a maximum compares its values again. A body declares Rows, base<number>() of each of these operands,
 // Stages, kWarps, kWeightBytes, kPitch and kOperandBytes, and for each of its stages
 //   column<stage>(row, source, edge, results, column): a column of a product's operand, or of a stored value,
 //   term<stage>(row, source, edge, results, column, k): a term of a column of a sum,
 //   weight<stage>(k, column), bias<stage>(column).
 // Floor: FP32 multiply-adds, of which an operand of four columns, read by a whole warp, serves 4 * kTogether; with 16
-// bits the shared memory's bandwidth: operands once in 16 bits, weights once a tile, results twice in FP32.
+// bits the bandwidth of L1: copied rows twice and read once, weights once a tile, results twice in FP32.
 
 #include "common/copies.cuh"
 #include "common/row_steps.cuh"
@@ -318,8 +318,8 @@ struct FullProduct {
   }
 };
 
-// A product of 16 bits with FP32 sums, on the tensor cores: a tile has the rows of one fragment. Of every sixteen rows k
-// of the weights, thread t of four multiplies 4t, .., 4t + 3, neighbours of an operand's row that it computes at once.
+// A product of 16 bits with FP32 sums, on the tensor cores: a tile has the rows of one fragment. Of every sixteen rows
+// k of the weights, thread t of four multiplies 4t, .., 4t + 3: it computes these columns of an operand's row at once.
 template <class T, int kIn, int kOut, int kTo, int kWeightsAt>
 struct HalfProduct {
   static constexpr int kRows = (kIn + 15) / 16 * 16, kColumns = (kOut + 15) / 16 * 16;

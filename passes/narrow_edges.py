@@ -1,0 +1,133 @@
+"""Narrow edges: a value of every edge is stored in the 16 bits to which its readers round it.
+
+An ``edge_map`` that is stored (``raise``) gives FP32. Where all its readers are bodies, casts to 16 bits and
+sums of its rows, and a product or a cast rounds it, its rows are written and read in these 16 bits: in a
+network of two edge MLPs the copy of the first one's result takes longer than the sum that reads it.
+What a comparison depends on stays as it is.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.body import body_operands, body_text, parse_body
+from gnnc.ir.exact_reads import EXACT, exact_in_body
+from gnnc.ir.nodes import argument, op_name, operand, with_arguments
+from gnnc.ir.op import has_body
+from gnnc.passes.base import Context
+
+aten = torch.ops.aten
+
+_LOW = (torch.float16, torch.bfloat16)
+_CAST = "aten._to_copy.default"
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowEdges:
+    """Store values of edges in the 16 bits in which products and sums read them."""
+
+    name: ClassVar[str] = "narrow_edges"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        """Return the graph with the results of these ``edge_map`` in 16 bits."""
+        if not ctx.target.narrow_edges:
+            return gm
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.gnnc.edge_map.default):
+            dtype = _dtype_of_readers(node)
+            if dtype is not None:
+                _store_in(node, dtype)
+                ctx.note(node, f"stored in {str(dtype).removeprefix('torch.')}: products or sums read it so")
+        return gm
+
+
+def _dtype_of_readers(node: Node) -> torch.dtype | None:
+    """Return the 16-bit dtype to which the readers of a value round it; None: they do not, or not all may."""
+    if node.meta["val"].dtype != torch.float32 or EXACT in node.meta:
+        return None
+    dtypes = _dtypes_read(node)
+    return dtypes.pop() if dtypes is not None and len(dtypes) == 1 else None
+
+
+def _dtypes_read(value: Node) -> set[torch.dtype] | None:
+    """Return the 16-bit dtypes to which readers round an edge value; None: one of them reads all its bits."""
+    dtypes = set[torch.dtype]()
+    for user in value.users:
+        if _cast_to(user) in _LOW:
+            found: set[torch.dtype] | None = {argument(user, "dtype")}
+        elif has_body(user):
+            found = _dtypes_in_body(user, value)
+        elif _moves_rows(user, value):
+            found = _dtypes_read(user)
+        else:
+            found = set() if op_name(user) == "segment_reduce" and operand(user, "x") is value else None
+        if found is None:
+            return None
+        dtypes |= found
+    return dtypes
+
+
+def _moves_rows(user: Node, value: Node) -> bool:
+    """Return whether an op puts the rows of a value in another order."""
+    return str(user.target) == "aten.index_select.default" and user.args[:2] == (value, 0)
+
+
+def _dtypes_in_body(user: Node, value: Node) -> set[torch.dtype] | None:
+    """Return the 16-bit dtypes to which a body rounds an edge value; None: it needs each bit of it."""
+    names = [name for name, operand in body_operands(user).items() if operand is value]
+    exact = {str(node.target) for node in exact_in_body(user) if node.op == "placeholder"}
+    if exact & set(names) or any(name[0] != "e" for name in names):
+        return None
+    inputs = parse_body(argument(user, "body")).graph.find_nodes(op="placeholder")
+    readers = [reader for node in inputs if str(node.target) in names for reader in node.users]
+    return {dtype for reader in readers if (dtype := _cast_to(reader)) in _LOW}
+
+
+def _cast_to(node: Node) -> torch.dtype | None:
+    return argument(node, "dtype", None) if str(node.target) == _CAST else None
+
+
+def _store_in(node: Node, dtype: torch.dtype) -> None:
+    """Let an ``edge_map`` give 16 bits, and its readers take them."""
+    _narrow(node, dtype)
+    _take_narrow(node, dtype)
+
+
+def _take_narrow(value: Node, dtype: torch.dtype) -> None:
+    """Let the readers of a value take it in 16 bits."""
+    value.meta["val"] = value.meta["val"].to(dtype)
+    for user in list(value.users):
+        if _cast_to(user) == dtype:
+            user.replace_all_uses_with(value)
+            value.graph.erase_node(user)
+        elif has_body(user):
+            _widen(user, value)
+        elif _moves_rows(user, value):
+            _take_narrow(user, dtype)
+
+
+def _narrow(node: Node, dtype: torch.dtype) -> None:
+    """Convert the value of a body."""
+    graph = fx.Graph()
+    result = graph.graph_copy(parse_body(argument(node, "body")).graph, {})
+    graph.output(graph.call_function(aten._to_copy.default, (result,), {"dtype": dtype}))
+    _set_body(node, graph)
+
+
+def _widen(user: Node, value: Node) -> None:
+    """Convert an edge value to FP32 in a body that reads it."""
+    graph, copies = fx.Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(parse_body(argument(user, "body")).graph, copies))
+    names = {name for name, operand in body_operands(user).items() if operand is value}
+    for rows in graph.find_nodes(op="placeholder"):
+        if str(rows.target) in names:
+            with graph.inserting_after(rows):
+                wide = graph.call_function(aten._to_copy.default, (rows,), {"dtype": torch.float32})
+            rows.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
+    _set_body(user, graph)
+
+
+def _set_body(node: Node, graph: fx.Graph) -> None:
+    node.args, node.kwargs = with_arguments(node, body=body_text(graph))
