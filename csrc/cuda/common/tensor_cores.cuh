@@ -26,13 +26,17 @@ __device__ inline void multiply_halves(float (&c)[4], const uint32_t (&a)[4], ui
 }
 
 // FP32 values as sums of two TF32 values, which have a mantissa of 10 bits: the nearest one, and what it leaves, of
-// which products read 10 bits.
-template <int kWords>
+// which products read 10 bits. kExact: the values come from 16 bits, which one TF32 value holds.
+template <int kWords, bool kExact = false>
 struct Tf32Parts {
-  uint32_t high[kWords], low[kWords];
+  uint32_t high[kWords], low[kExact ? 1 : kWords];
   __device__ __forceinline__ void set(int i, float x) {
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high[i]) : "f"(x));
-    low[i] = __float_as_uint(x - __uint_as_float(high[i]));
+    if constexpr (kExact) {
+      high[i] = __float_as_uint(x);
+    } else {
+      asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high[i]) : "f"(x));
+      low[i] = __float_as_uint(x - __uint_as_float(high[i]));
+    }
   }
 };
 
@@ -44,9 +48,10 @@ __device__ inline void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], cons
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 // Products of FP32 values: the product of both low parts is left out.
-__device__ inline void multiply_floats(float (&c)[4], const Tf32Parts<4>& a, const Tf32Parts<2>& b) {
-  multiply_tf32(c, a.low, b.high);
-  multiply_tf32(c, a.high, b.low);
+template <bool kExactA, bool kExactB>
+__device__ inline void multiply_floats(float (&c)[4], const Tf32Parts<4, kExactA>& a, const Tf32Parts<2, kExactB>& b) {
+  if constexpr (!kExactA) multiply_tf32(c, a.low, b.high);
+  if constexpr (!kExactB) multiply_tf32(c, a.high, b.low);
   multiply_tf32(c, a.high, b.high);
 }
 

@@ -98,10 +98,25 @@ __global__ void __launch_bounds__(256, 2) edge_sum_values(EdgeSumArgs args, Body
   }
 }
 
-// The sums of a warp of a product of kA by kB columns, whose sides lie at the words kAtA and kAtB of an edge's row, and
-// of the rows of a side, where kSumA or kSumB is set. A thread adds up those of every fourth edge.
-template <int kA, int kB, int kAtA, int kAtB, int kPitch, int kDown, int kAcross, bool kSumA, bool kSumB>
+// A side of a product: kColumns values of T, from the word kAt of an edge's row on.
+template <class T, int kColumns_, int kAt>
+struct ProductSide {
+  static constexpr int kColumns = kColumns_;
+  static constexpr bool kExact = sizeof(T) == 2;  // one TF32 value holds a value
+
+  __device__ static float value(const float* row, int column) {
+    return step::as_float(reinterpret_cast<const T*>(row + kAt)[column]);
+  }
+  __device__ static void clear(float* row, int column) {
+    reinterpret_cast<T*>(row + kAt)[column] = step::from_float<T>(0.0f);
+  }
+};
+
+// The sums of a warp of a product of two sides, and of the rows of a side, where kSumA or kSumB is set. A thread adds
+// up those of every fourth edge.
+template <class A, class B, int kPitch, int kDown, int kAcross, bool kSumA, bool kSumB>
 struct ProductSums {
+  static constexpr int kA = A::kColumns, kB = B::kColumns;
   static constexpr int kFragmentsDown = ((kA + 15) / 16 + kDown - 1) / kDown;
   static constexpr int kFragmentsAcross = ((kB + 7) / 8 + kAcross - 1) / kAcross;
   float sum[kFragmentsDown][kFragmentsAcross][4];
@@ -117,37 +132,39 @@ struct ProductSums {
   __device__ static void clear(float* results, int count) {
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x % 32); i < (kTile - count) * (kA + kB); i += 32) {
+      float* const row = results + (count + i / (kA + kB)) * kPitch;
       const int column = i % (kA + kB);
-      results[(count + i / (kA + kB)) * kPitch + (column < kA ? kAtA + column : kAtB + column - kA)] = 0.0f;
+      if (column < kA) A::clear(row, column);
+      if (column >= kA) B::clear(row, column - kA);
     }
   }
 
   // Adds the products of the edges of a tile.
   __device__ __forceinline__ void take(const float* results) {
     const int lane = static_cast<int>(threadIdx.x % 32), group = lane / 4;
-    const auto a_of = [&](int m, int half) { return kAtA + min(down + 16 * m + group + 8 * half, kA - 1); };
+    const auto a_of = [&](int m, int half) { return min(down + 16 * m + group + 8 * half, kA - 1); };
 #pragma unroll(kFragmentsDown* kFragmentsAcross <= 8 ? 2 : 1)
     for (int k = 0; k < kTile; k += 8) {
       const float* const near = results + (k + lane % 4) * kPitch;
       const float* const far = near + 4 * kPitch;
-      Tf32Parts<2> b[kFragmentsAcross];
+      Tf32Parts<2, B::kExact> b[kFragmentsAcross];
 #pragma unroll
       for (int n = 0; n < kFragmentsAcross; ++n) {
-        const int column = kAtB + min(across + 8 * n + group, kB - 1);
-        b[n].set(0, near[column]);
-        b[n].set(1, far[column]);
-        if constexpr (kSumB) b_sum[n] += near[column] + far[column];
+        const int column = min(across + 8 * n + group, kB - 1);
+        const float values[2] = {B::value(near, column), B::value(far, column)};
+        b[n].set(0, values[0]);
+        b[n].set(1, values[1]);
+        if constexpr (kSumB) b_sum[n] += values[0] + values[1];
       }
 #pragma unroll
       for (int m = 0; m < kFragmentsDown; ++m) {
-        Tf32Parts<4> a;
-        a.set(0, near[a_of(m, 0)]);
-        a.set(1, near[a_of(m, 1)]);
-        a.set(2, far[a_of(m, 0)]);
-        a.set(3, far[a_of(m, 1)]);
-        if constexpr (kSumA) {
-          a_sum[m][0] += near[a_of(m, 0)] + far[a_of(m, 0)];
-          a_sum[m][1] += near[a_of(m, 1)] + far[a_of(m, 1)];
+        Tf32Parts<4, A::kExact> a;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float values[2] = {A::value(near, a_of(m, half)), A::value(far, a_of(m, half))};
+          a.set(half, values[0]);
+          a.set(half + 2, values[1]);
+          if constexpr (kSumA) a_sum[m][half] += values[0] + values[1];
         }
 #pragma unroll
         for (int n = 0; n < kFragmentsAcross; ++n) multiply_floats(sum[m][n], a, b[n]);
@@ -202,14 +219,14 @@ struct ProductSums {
   }
 };
 
-template <int kA, int kB, int kAtA, int kAtB, int kDown, int kAcross, bool kSumA, bool kSumB, class Body>
+template <class A, class B, int kDown, int kAcross, bool kSumA, bool kSumB, class Body>
 __global__ void __launch_bounds__(256, 2) edge_sum_products(EdgeProductArgs args, Body body) {
   begin_kernel();
   constexpr bool kAlone = kDown * kAcross == 1;
   static_assert(kAlone || kDown * kAcross == Body::kWarps, "every warp has fragments of its own");
   extern __shared__ int4 memory[];
   EdgeTile<Body> tile(body, memory);
-  ProductSums<kA, kB, kAtA, kAtB, Body::kPitch, kDown, kAcross, kSumA, kSumB> sums;
+  ProductSums<A, B, Body::kPitch, kDown, kAcross, kSumA, kSumB> sums;
   const int own = static_cast<int>(threadIdx.x / 32);
   each_tile(args, tile, [&](int count) {
     sums.clear(tile.results, count);
@@ -226,8 +243,8 @@ __global__ void __launch_bounds__(256, 2) edge_sum_products(EdgeProductArgs args
     __syncthreads();
   });
   const int64_t part = kAlone ? static_cast<int64_t>(blockIdx.x) * Body::kWarps + own : blockIdx.x;
-  sums.store(args.part + part * (kA * kB));
-  sums.store_sides(args.a_part + part * kA, args.b_part + part * kB);
+  sums.store(args.part + part * (A::kColumns * B::kColumns));
+  sums.store_sides(args.a_part + part * A::kColumns, args.b_part + part * B::kColumns);
 }
 
 }  // namespace gnnc

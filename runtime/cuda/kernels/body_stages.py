@@ -203,10 +203,12 @@ class Side:
     Attributes:
         columns: columns of the value.
         place: C++ constant of the functor that holds the first word of the value in an edge's row.
+        type: C++ type of an element.
     """
 
     columns: int
     place: str
+    type: str = "float"
 
 
 def layout_of(

@@ -21,7 +21,7 @@ _LONG = frozenset(
 """Ops that take longer than to store their result and to read it."""
 _PRODUCTS = ("aten.linear.default", "aten.mm.default", "aten.addmm.default", "gnnc.gemm.default")
 _MATRIX_PRODUCT = "aten.matmul.default"
-_RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten")
+RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten")
 
 
 def shapes_of(module: Any, names: tuple[str, ...], operands: dict[str, torch.Tensor]) -> Shapes:
@@ -38,9 +38,25 @@ def _dtype(operand: torch.Tensor) -> torch.dtype:
     return torch.bool if operand.dtype == torch.bool else torch.float32
 
 
+def edge_shape(node: Node, shapes: Shapes) -> tuple[int, ...]:
+    """Return the sizes of an edge's value."""
+    shape = shapes[node]
+    if not shape or shape[0] != EDGES:
+        raise Refusal("the body's value has no edge dimension in front")
+    return shape[1:]
+
+
+def unshaped(value: Node, shapes: Shapes) -> Node:
+    """Return the value whose elements another has in the same order, in another shape."""
+    while _name(value) in RESHAPES:
+        edge_shape(value, shapes)
+        value = first_operand(value)
+    return value
+
+
 def low_type(x: Node, operands: dict[str, torch.dtype]) -> torch.dtype | None:
     """Return the type of 16 bits that an operand of a product has; None for FP32."""
-    while _name(x) in _RESHAPES:
+    while _name(x) in RESHAPES:
         x = first_operand(x)
     dtype = operands[str(x.target)] if x.op == "placeholder" else None
     dtype = argument(x, "dtype") if _name(x) == "_to_copy" else dtype

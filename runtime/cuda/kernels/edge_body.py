@@ -52,6 +52,8 @@ from gnnc.runtime.cuda.kernels.body_stages import (
     row_of,
 )
 from gnnc.runtime.cuda.kernels.body_values import (
+    RESHAPES,
+    edge_shape,
     has_stages,
     is_product,
     is_sum,
@@ -59,11 +61,12 @@ from gnnc.runtime.cuda.kernels.body_values import (
     low_type,
     reduced_dims,
     shapes_of,
+    unshaped,
 )
 from gnnc.runtime.cuda.kernels.epilogue import TYPES
 from gnnc.runtime.row_program.build import Refusal
 
-_RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SHORT_SOFTMAX = 32  # columns that each thread of a row adds up by itself
 
 
@@ -122,7 +125,7 @@ class BodyWriter:
         results = body_values(self.module.graph)
         scope, widths = Scope(), set()
         for number, result in enumerate(results):
-            shape = self._edge_shape(result)
+            shape = edge_shape(result, self.shapes)
             widths.add(prod(shape))
             value = self.value(result, ("edge", *places("column", shape)), scope)
             scope.lines.append(f"values[{number}] = {value};")
@@ -137,33 +140,35 @@ class BodyWriter:
         """Return the body as a functor that leaves its values in shared memory, and where they lie."""
         self._check_operands()
         self.rows = self._fetched()
-        values = [self._unshaped(value) for value in body_values(self.module.graph)]
+        values = [self._unwidened(unshaped(value, self.shapes)) for value in body_values(self.module.graph)]
         self.long |= {value for value in values if not self._lies_in_shared_memory(value)}
-        sides = tuple(Side(prod(self._edge_shape(value)), self._side(value)) for value in values)
+        sides = tuple(self._side(value) for value in values)
         rows = list(self.rows.values())
         layout = layout_of(list(self.stages.values()), self.reads, 0, 0, rows)
         return Functor(self._struct(Scope(), layout), self.names, 0, layout.block), sides
 
-    def _unshaped(self, value: Node) -> Node:
-        """Return the value whose elements another has in the same order, in another shape."""
-        while str(value.target).removeprefix("aten.").partition(".")[0] in _RESHAPES:
-            self._edge_shape(value)
-            value = first_operand(value)
-        return value
+    def _unwidened(self, value: Node) -> Node:
+        """Return the copied row of 16 bits that a value is the FP32 form of, or the value."""
+        if str(value.target) != "aten._to_copy.default" or argument(value, "dtype") != torch.float32:
+            return value
+        source = unshaped(first_operand(value), self.shapes)
+        return source if source.op == "placeholder" and self._lies_in_shared_memory(source) else value
 
     def _lies_in_shared_memory(self, value: Node) -> bool:
-        """Return whether a value is a copied row of FP32, or the result of a product."""
+        """Return whether a value is a copied row of floats, or the result of a product."""
         if value.op == "placeholder":
             name = str(value.target)
-            return name in self.rows and self.operands[name].dtype == torch.float32
+            return name in self.rows and self.operands[name].dtype in _FLOATS
         return is_product(value, self.shapes)
 
-    def _side(self, value: Node) -> str:
+    def _side(self, value: Node) -> Side:
         """Return the place of a value in shared memory."""
-        self.value(value, ("edge", *places("column", self._edge_shape(value))), Scope())
-        if value not in self.stages:
-            return row_of(str(value.target))
-        return place_of(list(self.stages).index(value))
+        columns = prod(edge_shape(value, self.shapes))
+        self.value(value, ("edge", *places("column", edge_shape(value, self.shapes))), Scope())
+        if value in self.stages:
+            return Side(columns, place_of(list(self.stages).index(value)))
+        name = str(value.target)
+        return Side(columns, row_of(name), TYPES[self.operands[name].dtype])
 
     def _check_operands(self) -> None:
         for name in self.names:
@@ -189,13 +194,6 @@ class BodyWriter:
             if name[0] in "je" and self._row(name).piece:
                 found[name] = self._row(name)
         return found
-
-    def _edge_shape(self, node: Node) -> tuple[int, ...]:
-        """Return the sizes of an edge's value."""
-        shape = self.shapes[node]
-        if not shape or shape[0] != EDGES:
-            raise Refusal("the body's value has no edge dimension in front")
-        return shape[1:]
 
     def value(self, node: Any, place: Place, scope: Scope) -> str:
         """Return the name of an element's value, computed in ``scope`` where it is not known yet."""
@@ -228,7 +226,7 @@ class BodyWriter:
         name = target.removeprefix("aten.").partition(".")[0]
         if not target.startswith("aten."):
             raise Refusal(f"the body calls {target}")
-        if name in _RESHAPES:
+        if name in RESHAPES:
             return self.value(first_operand(node), self._reshaped(node, place), scope)
         special = _SPECIAL.get(name)
         if special is not None:
@@ -434,7 +432,7 @@ class BodyWriter:
     ) -> ProductStage:
         if self._is_of_edges(weight) or (bias is not None and self._is_of_edges(bias)):
             raise Refusal("the body multiplies by a matrix of its own at every edge")
-        shape, outputs = self._edge_shape(x), self.shapes[node][-1]
+        shape, outputs = edge_shape(x, self.shapes), self.shapes[node][-1]
         if prod(shape[:-1]) != 1:
             raise Refusal(f"the body multiplies {prod(shape[:-1])} rows at every edge by a weight")
         dtype = low_type(x, {name: tensor.dtype for name, tensor in self.operands.items()})
@@ -455,7 +453,7 @@ class BodyWriter:
         return self._result(node, place)
 
     def _value_stage(self, node: Node) -> Stage:
-        shape = self._edge_shape(node)
+        shape = edge_shape(node, self.shapes)
         if not is_sum(node, self.shapes):
             place = ("edge", *places("column", shape))
             write = self._in_vectors if prod(shape) % 4 == 0 else statements

@@ -247,10 +247,12 @@ def _write_products(
     a, b = sides
     grid = _grid(a, b, body.block.warps)
     assert grid is not None, "the plan has found one"
-    sizes = f"{a.columns}, {b.columns}, {body.name}::{a.place}, {body.name}::{b.place}, {grid[0]}, {grid[1]}"
+    types = ", ".join(
+        f"gnnc::ProductSide<{side.type}, {side.columns}, {body.name}::{side.place}>" for side in sides
+    )
     flags = ", ".join(truth(out is not None) for out in outs[1:])
     each = body.block.warps if grid == (1, 1) else 1
-    kernel = f"gnnc::edge_sum_products<{sizes}, {flags}, {body.name}>"
+    kernel = f"gnnc::edge_sum_products<{types}, {grid[0]}, {grid[1]}, {flags}, {body.name}>"
     widths = a.columns * b.columns, a.columns, b.columns
     _write_sums(emitter, kernel, body, each, list(zip(widths, outs, strict=True)), rows, columns)
 

@@ -18,6 +18,7 @@ from gnnc.ir.nodes import argument, first_operand, outputs_of, unpack
 from gnnc.ir.vjp import Operand, body_gradients, rename_operands
 from gnnc.runtime.cuda.kernels.body_places import Place, broadcast, flat
 from gnnc.runtime.cuda.kernels.body_scope import Scope
+from gnnc.runtime.cuda.kernels.body_values import edge_shape
 from gnnc.runtime.cuda.kernels.edge_body import BodyWriter
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal, truth
 from gnnc.runtime.row_program.build import Refusal
@@ -232,7 +233,7 @@ class _DerivativeWriter(BodyWriter):
         """Return the value at a place, from texts for the values of its operands there."""
         self.long, self.rows = frozenset(), {}
         self.texts, (result,) = texts, body_values(self.module.graph)
-        self.index = flat(place[1:], self._edge_shape(result))
+        self.index = flat(place[1:], edge_shape(result, self.shapes))
         scope = Scope()
         value = self.value(result, place, scope)
         if self.stages:
@@ -257,7 +258,7 @@ class _LogitWriter(BodyWriter):
         (result,) = body_values(self.module.graph)
         total = self._sum_behind(result)
         terms = first_operand(total)
-        shape = self._edge_shape(terms)
+        shape = edge_shape(terms, self.shapes)
         dims = [dim % (len(shape) + 1) for dim in argument(total, "dim")]
         if len(shape) not in (1, 2) or dims != [len(shape)] or argument(total, "keepdim"):
             raise Refusal("the body sums over other dimensions than the columns of heads")

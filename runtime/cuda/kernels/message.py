@@ -190,7 +190,7 @@ class Body:
 
 
 def write_functor(plan: Plan, node: Node, emitter: CudaEmitter, *, in_vectors: bool = False) -> Body:
-    """Return the body of an op as a struct of the program's kernels, called for four neighbours if ``in_vectors``."""
+    """Return the body of an op as a struct of the program's kernels; ``in_vectors`` as in ``write_body``."""
     tensors, strides = operand_matrices(plan, node, emitter)
     functor = write_body(plan.body, _operands(plan, node), strides, in_vectors=in_vectors)
     return body_of(functor, tensors, emitter)
