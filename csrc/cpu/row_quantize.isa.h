@@ -99,6 +99,7 @@ void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, cons
       group.set(i, as_floats(top));
     }
     group.largest(tops);
+    std::fill(tops + count, tops + kGroup, 0.0f);  // shifts_of subtracts whole vectors
     for (int i = 0; i < count; i += kLanes) {
       const Ints k = shifts_of(load(tops + i));
       store(powers + i, powers_of(k));
