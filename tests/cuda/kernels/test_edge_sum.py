@@ -150,7 +150,7 @@ def test_a_product_adds_up_its_sides(name: str, graph: str) -> None:
     found = run_fused_on_cuda(call, ["edge_sums"], *values)
     for got, (body, groups) in zip(found, sums, strict=True):
         want = edge_sum_reference(g.rowptr, g.col, body, *exact(groups))
-        assert got.shape == want.shape and relative_error(got, want) < 2e-6
+        assert got.shape == want.shape and relative_error(got, want) < 4e-6  # the terms of one column cancel
 
 
 @pytest.mark.cuda
