@@ -1,6 +1,8 @@
 """Compiles CUDA C++ for this machine: NVRTC makes PTX of it, ``ptx`` C++ of that, and g++ a library."""
 
+import atexit
 import hashlib
+import shutil
 import subprocess
 import tempfile
 from functools import cache
@@ -44,16 +46,17 @@ def compile_source(source: str, names: tuple[str, ...], architecture: str) -> Co
     with tempfile.TemporaryDirectory() as folder:
         file, library = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
         file.write_text(code + _bounds(kernels))
-        folders = (f"-I{_compiled_header().name}", f"-I{_FOLDER}")
+        folders = (f"-I{_compiled_header()}", f"-I{_FOLDER}")
         subprocess.run([*_GXX, "-shared", *folders, "-o", str(library), str(file)], check=True)
         return CompiledCode(library.read_bytes(), symbols, {})
 
 
 @cache
-def _compiled_header() -> tempfile.TemporaryDirectory[str]:
+def _compiled_header() -> str:
     """Compile ``machine.h`` once a process, for all kernels; return the folder, which g++ searches first."""
-    folder = tempfile.TemporaryDirectory()
-    compiled = Path(folder.name, "machine.h.gch")
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    compiled = Path(folder, "machine.h.gch")
     subprocess.run([*_GXX, "-x", "c++-header", str(_FOLDER / "machine.h"), "-o", str(compiled)], check=True)
     return folder
 
