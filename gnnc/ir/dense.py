@@ -253,9 +253,9 @@ def qgemm_tn_reference(
     """Return ``a.T @ b``, summed over all rows, of which one matrix or both are quantized by rows.
 
     Args:
-        a: quantized or floating ``[N, K]``.
-        b: quantized or floating ``[N, O]``.
-        a_scale: float32 ``[N]``, the scale of each row of a quantized ``a``; None: ``a`` is floating.
+        a: quantized or floating ``[N, .., K]``.
+        b: quantized or floating ``[N, .., O]``.
+        a_scale: float32 ``[N]``, scales along the first dimension of a quantized ``a``; None: it is floating.
         b_scale: the same of ``b``.
 
     Returns:
@@ -265,7 +265,7 @@ def qgemm_tn_reference(
         InputError: the matrices do not have the same rows.
     """
     left, right = (
-        rows.float() if scale is None else rows.float() * scale[:, None]
+        rows.float() if scale is None else rows.float() * scale.reshape(-1, *[1] * (rows.dim() - 1))
         for rows, scale in ((a, a_scale), (b, b_scale))
     )
     return gemm_tn_reference(left, right)
@@ -290,6 +290,7 @@ def _qgemm_tn_samples() -> Sequence[tuple[Any, ...]]:
         (torch.randn(9, 7, generator=generator), int8(9, 3), None, scale),
         (int8(9, 7), torch.randn(9, 3, generator=generator), scale, None),
         (int8(0, 4), int8(0, 6), torch.empty(0), torch.empty(0)),
+        (int8(9, 2, 7), int8(9, 2, 3), scale, scale.flip(0)),
     ]
 
 
