@@ -1,9 +1,9 @@
 """Narrow edges: a value of every edge is stored in the 16 bits to which its readers round it.
 
-An ``edge_map`` that is stored (``raise``) gives FP32. Where all its readers are bodies, casts to 16 bits and
-sums of its rows, and a product or a cast rounds it, its rows are written and read in these 16 bits: in a
-network of two edge MLPs the copy of the first one's result takes longer than the sum that reads it.
-What a comparison depends on stays as it is.
+An ``edge_map`` that is stored (``raise``) gives FP32. Where its readers are bodies, casts to 16 bits and sums
+of its rows, and round it, its rows are written and read in these 16 bits: in a layer of EGNN the copy of the
+edge MLP's result takes longer than the sum that reads it. A reader of FP32, such as a residual, takes rounded
+values where they are bf16; fp16 would lose the range of FP32. What a comparison depends on stays as it is.
 """
 
 from dataclasses import dataclass
@@ -48,11 +48,15 @@ def _dtype_of_readers(node: Node) -> torch.dtype | None:
     if node.meta["val"].dtype != torch.float32 or EXACT in node.meta:
         return None
     dtypes = _dtypes_read(node)
-    return dtypes.pop() if dtypes is not None and len(dtypes) == 1 else None
+    if dtypes is None:
+        return None
+    low = dtypes - {torch.float32}
+    has_range = torch.float32 not in dtypes or low == {torch.bfloat16}
+    return low.pop() if has_range and len(low) == 1 else None
 
 
 def _dtypes_read(value: Node) -> set[torch.dtype] | None:
-    """Return the 16-bit dtypes to which readers round an edge value; None: one of them reads all its bits."""
+    """Return the dtypes in which readers take an edge value; None: one of them reads all its bits."""
     dtypes = set[torch.dtype]()
     for user in value.users:
         if _cast_to(user) in _LOW:
@@ -62,7 +66,8 @@ def _dtypes_read(value: Node) -> set[torch.dtype] | None:
         elif _moves_rows(user, value):
             found = _dtypes_read(user)
         else:
-            found = set() if op_name(user) == "segment_reduce" and operand(user, "x") is value else None
+            sums = op_name(user) == "segment_reduce" and operand(user, "x") is value
+            found = {torch.float32} if sums else None
         if found is None:
             return None
         dtypes |= found
@@ -75,14 +80,14 @@ def _moves_rows(user: Node, value: Node) -> bool:
 
 
 def _dtypes_in_body(user: Node, value: Node) -> set[torch.dtype] | None:
-    """Return the 16-bit dtypes to which a body rounds an edge value; None: it needs each bit of it."""
+    """Return the dtypes in which steps of a body take an edge value; None: it needs each bit of it."""
     names = [name for name, operand in body_operands(user).items() if operand is value]
     exact = {str(node.target) for node in exact_in_body(user) if node.op == "placeholder"}
     if exact & set(names) or any(name[0] != "e" for name in names):
         return None
     inputs = parse_body(argument(user, "body")).graph.find_nodes(op="placeholder")
     readers = [reader for node in inputs if str(node.target) in names for reader in node.users]
-    return {dtype for reader in readers if (dtype := _cast_to(reader)) in _LOW}
+    return {dtype if (dtype := _cast_to(reader)) in _LOW else torch.float32 for reader in readers}
 
 
 def _cast_to(node: Node) -> torch.dtype | None:
