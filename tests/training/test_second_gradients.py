@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, TransformerConv
+from torch_geometric.nn import (
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GINConv,
+    MessagePassing,
+    SAGEConv,
+    TransformerConv,
+)
 from torch_geometric.utils import scatter
 from training_steps import EDGES, WIDTH, Net, Step, X, compare
 
@@ -221,3 +229,33 @@ def test_a_value_written_since_the_forward_pass_is_refused() -> None:
         model.bias.add_(1.0)
     with pytest.raises(gnnc.UnsupportedError, match="modified in place"):
         torch.autograd.grad(out.sum(), list(model.parameters()), create_graph=True)
+
+
+class Larger(MessagePassing):
+    """Sums of the larger, or smaller, of both ends of an edge, weighted."""
+
+    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(aggr="sum")
+        self.op, self.weight = op, nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return self.op(x_i, x_j) * self.weight
+
+
+@pytest.mark.parametrize("op", [torch.maximum, torch.minimum])
+def test_gradients_of_a_maximum_of_both_ends(op: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """ATen's gradient writes to its operand, of which the other side's gradient has an equal one."""
+    torch.manual_seed(0)
+    model, edge_index, start = Larger(op), torch.randint(30, (2, 90)), torch.randn(30, 6)
+
+    def found(call: Callable[..., Tensor]) -> list[Tensor]:
+        x = start.clone().requires_grad_()
+        first = torch.autograd.grad(call(x, edge_index).square().sum(), [x, model.weight], create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in first), [x, model.weight])
+        return [*first, *second]
+
+    for got, want in zip(found(gnnc.compile(model, precision="fp32")), found(model), strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
