@@ -62,7 +62,8 @@ def expand_batch_norms(graph: Graph, buffers: Set[Node]) -> dict[Node, Node]:
         result, *values = _expanded(norm)
         norm.replace_all_uses_with(result)
         for buffer, value in zip(statistics[norm], values, strict=True):
-            buffer.replace_all_uses_with(value, delete_user_cb=lambda user, norm=norm: norm < user)
+            latest = written.get(buffer, buffer)
+            latest.replace_all_uses_with(value, delete_user_cb=lambda user, norm=norm: norm < user)
             written[buffer] = value
         graph.erase_node(norm)
     return written
