@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from gnnc.ir.nodes import is_view
+from gnnc.ir.nodes import first_operand, is_result, is_view
 from gnnc.ir.qtype import BYTE_DTYPES
 from gnnc.runtime.cuda.driver.kernel_set import BLOCK, KernelSet
 from gnnc.runtime.cuda.driver.nan_flag import NanFlag
@@ -182,6 +182,7 @@ class CudaEmitter(Emitter):
 
 def _is_given(node: Node) -> bool:
     """Return whether the layout of a value's memory is given: an input, or a result of torch."""
+    node = first_operand(node) if is_result(node) else node
     choice = node.meta.get("choice")
     return node.op == "placeholder" or (isinstance(choice, Choice) and choice.kernel.backend == "reference")
 

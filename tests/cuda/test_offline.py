@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from cuda_cases import lowered
+from torch import nn
 from torch_geometric.nn import SimpleConv
 from zoo import ZOO, build
 
@@ -262,3 +263,19 @@ def test_the_text_of_a_program_says_nothing_of_where_memory_lies(
 def test_an_unknown_architecture_is_no_backend() -> None:
     with pytest.raises(gnnc.BackendError, match="choose one of"):
         gnnc.compile(build("gcn"), backend="cpu:sm_90")
+
+
+class Halves(nn.Module):
+    """Elementwise ops on a result of an op that has several."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, rest = x.split([3, x.shape[0] - 3])
+        return torch.where(rest > 0, rest.exp(), rest * 2)
+
+
+def test_results_of_ops_with_several_are_aligned() -> None:
+    """A base that begins off 16 bytes, such as ``x[1:]``, has results that do, too."""
+    compiled = gnnc.compile(Halves(), precision="fp32", backend="cuda-offline:sm_90")
+    with pytest.raises(gnnc.BackendError):
+        compiled(torch.randn(20, 8))
+    assert "aligned" in compiled._dispatch.last.executable.source
