@@ -23,6 +23,7 @@ from gnnc.capture.batch_norms import (
     statistics_of,
 )
 from gnnc.capture.view_writes import scattered, views_below
+from gnnc.ir.functional_op import returning
 from gnnc.ir.nodes import argument, first_operand, result_index, unpack
 from gnnc.torch_private import (
     DispatchKey,
@@ -343,7 +344,7 @@ def _storages(node: Node) -> list[int]:
 def _without_write(node: Node) -> tuple[OpOverload, torch.Tensor] | None:
     """Return the op that returns what ``node`` writes, and its value; None if no dtype fits."""
     assert isinstance(node.target, OpOverload)
-    op = _returning(node.target)
+    op = returning(node.target)
     written = node.meta.get("val")
     if op is None or not isinstance(written, torch.Tensor):
         return None
@@ -354,24 +355,6 @@ def _without_write(node: Node) -> tuple[OpOverload, torch.Tensor] | None:
     with written.fake_mode, enable_python_dispatcher():  # pyright: ignore[reportAttributeAccessIssue]
         value = op(*args, **kwargs)
     return (op, value) if value.dtype == written.dtype else None
-
-
-def _returning(write: OpOverload) -> OpOverload | None:
-    """Return ``aten::add`` for ``aten::add_``: the op with the same arguments and no write."""
-    namespace, name = schema(write).name.split("::")
-    parameters = schema(write).arguments
-    written = [parameter.name for parameter in parameters if parameter.alias_info is not None]
-    odd = {torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}.intersection(write.tags)
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    if odd or packet is None or not name.endswith("_") or written != [parameters[0].name]:
-        return None
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    alike = [op for op in overloads if _signature(op) == _signature(write) and not schema(op).is_mutable]
-    return alike[0] if alike else None
-
-
-def _signature(op: OpOverload) -> list[tuple[str, str]]:
-    return [(parameter.name, str(parameter.type)) for parameter in schema(op).arguments]
 
 
 def _rewrite(write: Node, rewrite: _Rewrite) -> Node:

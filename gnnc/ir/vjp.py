@@ -19,10 +19,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from gnnc.errors import UnsupportedError
 from gnnc.ir.body import body_inputs, body_text, parse_body, tensors_of
+from gnnc.ir.functional_op import returning
 from gnnc.ir.nodes import aten_name, first_operand, op_name, outputs_of, unpack
 from gnnc.ir.simpler_body import FORWARD, simpler
 from gnnc.ir.spelled_out import SPELLED_OUT
-from gnnc.torch_private import OpOverload, overload_name, proxy_graph, schema, trace_sizes
+from gnnc.torch_private import OpOverload, proxy_graph, schema, trace_sizes
 
 _VIEWS = ("view.default", "_unsafe_view.default")
 _RESHAPES = ("view.default", "_unsafe_view.default", "reshape.default", "expand.default")
@@ -108,7 +109,7 @@ def _traced(
         inputs = list(leaves.values())
         return list(torch.autograd.grad(results, inputs, grads, create_graph=create_graph, allow_unused=True))
 
-    graph = simpler(_functional(trace_sizes(gradients, [operand.stand_in(edges) for operand in operands])))
+    graph = _trace(gradients, [operand.stand_in(edges) for operand in operands])
     for node, operand in zip(graph.find_nodes(op="placeholder"), operands, strict=True):
         node.target = operand.name
     _Cleaner(graph, edges).run()
@@ -116,7 +117,14 @@ def _traced(
     return {name: _single(graph, value) for name, value in found.items() if value is not None}
 
 
-def _functional(graph: Graph) -> Graph:
+def _trace(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Graph:
+    """Return the graph of a function, in which no op writes to an operand and equal steps are one."""
+    graph = trace_sizes(function, tensors)
+    _make_functional(graph)
+    return simpler(graph)
+
+
+def _make_functional(graph: Graph) -> None:
     """Replace ops that write to an operand, as a maximum's gradient has, by those that do not.
 
     Raises:
@@ -125,15 +133,12 @@ def _functional(graph: Graph) -> Graph:
     for node in graph.nodes:
         if not isinstance(node.target, OpOverload) or not schema(node.target).is_mutable:
             continue
-        namespace, name = node.target.namespace, schema(node.target).name.partition("::")[2]
-        packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-        overload = getattr(packet, overload_name(node.target), None)
-        if not name.endswith("_") or overload is None:
+        op = returning(node.target)
+        if op is None:
             raise UnsupportedError(f"the gradient of a body calls {node.target}, which writes to its operand")
         written = node.args[0]
-        node.target = overload
+        node.target = op
         written.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: node < user)
-    return graph
 
 
 def _mark_forward() -> None:
@@ -183,7 +188,7 @@ def spell_out(body: str, operands: tuple[Operand, ...]) -> str:
             _mark_forward()
             return result
 
-        traced = simpler(_functional(trace_sizes(steps, [found[tensor] for tensor in tensors])))
+        traced = _trace(steps, [found[tensor] for tensor in tensors])
         _Cleaner(traced, edges).run()
         inner = dict(zip(traced.find_nodes(op="placeholder"), map(copies.__getitem__, tensors), strict=True))
         copies[node] = graph.graph_copy(traced, inner)  # type: ignore[assignment]
