@@ -13,16 +13,15 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.body import body_operands, body_text, parse_body
+from gnnc.ir.body import body_operands, body_text, parse_body, widen_input
 from gnnc.ir.exact_reads import EXACT, exact_in_body
-from gnnc.ir.nodes import argument, op_name, operand, with_arguments
+from gnnc.ir.nodes import argument, cast_dtype, op_name, operand, with_arguments
 from gnnc.ir.op import has_body
 from gnnc.passes.base import Context
 
 aten = torch.ops.aten
 
 _LOW = (torch.float16, torch.bfloat16)
-_CAST = "aten._to_copy.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def _dtypes_read(value: Node) -> set[torch.dtype] | None:
     """Return the dtypes in which readers take an edge value; None: one of them reads all its bits."""
     dtypes = set[torch.dtype]()
     for user in value.users:
-        if _cast_to(user) in _LOW:
+        if cast_dtype(user) in _LOW:
             found: set[torch.dtype] | None = {argument(user, "dtype")}
         elif has_body(user):
             found = _dtypes_in_body(user, value)
@@ -87,11 +86,7 @@ def _dtypes_in_body(user: Node, value: Node) -> set[torch.dtype] | None:
         return None
     inputs = parse_body(argument(user, "body")).graph.find_nodes(op="placeholder")
     readers = [reader for node in inputs if str(node.target) in names for reader in node.users]
-    return {dtype if (dtype := _cast_to(reader)) in _LOW else torch.float32 for reader in readers}
-
-
-def _cast_to(node: Node) -> torch.dtype | None:
-    return argument(node, "dtype", None) if str(node.target) == _CAST else None
+    return {dtype if (dtype := cast_dtype(reader)) in _LOW else torch.float32 for reader in readers}
 
 
 def _store_in(node: Node, dtype: torch.dtype) -> None:
@@ -104,7 +99,7 @@ def _take_narrow(value: Node, dtype: torch.dtype) -> None:
     """Let the readers of a value take it in 16 bits."""
     value.meta["val"] = value.meta["val"].to(dtype)
     for user in list(value.users):
-        if _cast_to(user) == dtype:
+        if cast_dtype(user) == dtype:
             user.replace_all_uses_with(value)
             value.graph.erase_node(user)
         elif has_body(user):
@@ -123,14 +118,12 @@ def _narrow(node: Node, dtype: torch.dtype) -> None:
 
 def _widen(user: Node, value: Node) -> None:
     """Convert an edge value to FP32 in a body that reads it."""
-    graph, copies = fx.Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(parse_body(argument(user, "body")).graph, copies))
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(parse_body(argument(user, "body")).graph, {}))
     names = {name for name, operand in body_operands(user).items() if operand is value}
     for rows in graph.find_nodes(op="placeholder"):
         if str(rows.target) in names:
-            with graph.inserting_after(rows):
-                wide = graph.call_function(aten._to_copy.default, (rows,), {"dtype": torch.float32})
-            rows.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
+            widen_input(rows)
     _set_body(user, graph)
 
 

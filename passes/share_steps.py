@@ -29,7 +29,17 @@ from gnnc.ir.body import (
 from gnnc.ir.exact_reads import reads_exactly
 from gnnc.ir.graph import placeholders
 from gnnc.ir.joint_body import JointBody
-from gnnc.ir.nodes import ancestors, argument, descendants, is_view, op_name, reached, set_argument, unpack
+from gnnc.ir.nodes import (
+    ancestors,
+    argument,
+    cast_dtype,
+    descendants,
+    is_view,
+    op_name,
+    reached,
+    set_argument,
+    unpack,
+)
 from gnnc.ir.op import has_body
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import is_structure, source_of
@@ -222,7 +232,7 @@ class SharedSteps:
         value = self._tensors[node]
         if value.dtype != torch.float32 or node in self._absolute:
             return value.dtype
-        casts = {dtype for user in node.users if (dtype := _cast_to(user)) in _LOW}
+        casts = {dtype for user in node.users if (dtype := cast_dtype(user)) in _LOW}
         if len(casts) == 1:
             return casts.pop()  # type: ignore[return-value]
         return torch.bfloat16 if not casts and node in self._low else torch.float32
@@ -308,7 +318,7 @@ class _Writer:
         """Add a step; one that rounds a stored value to the dtype that it is stored in is that value."""
         first = next(iter(node.all_input_nodes), None)
         rounded = None if first is None else self._rounded.get(first)
-        if rounded is not None and _cast_to(node) == rounded[1]:
+        if rounded is not None and cast_dtype(node) == rounded[1]:
             self.copies[node] = rounded[0]
         else:
             self.copies[node] = self._graph.node_copy(node, self.copies.__getitem__)
@@ -324,10 +334,6 @@ class _Writer:
         self._graph.output(found if len(found) > 1 else found[0])
         self._graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
         return body_text(self._graph)
-
-
-def _cast_to(node: Node) -> torch.dtype | None:
-    return argument(node, "dtype") if op_name(node) == "_to_copy" else None
 
 
 def _rewrite(

@@ -121,6 +121,13 @@ def body_inputs(text: str) -> tuple[str, ...]:
     return tuple(sorted(inputs, key=lambda name: (kinds.index(name[0]), int(name[1:]))))
 
 
+def widen_input(rows: fx.Node) -> None:
+    """Let the steps of a body read the FP32 form of an input of 16 bits."""
+    with rows.graph.inserting_after(rows):
+        full = rows.graph.call_function(torch.ops.aten._to_copy.default, (rows,), {"dtype": torch.float32})
+    rows.replace_all_uses_with(full, delete_user_cb=lambda user: user is not full)
+
+
 def body_values(graph: fx.Graph) -> list[Any]:
     """Return the values of the graph of a body, which returns one or a list of them."""
     found: Any = outputs_of(graph)

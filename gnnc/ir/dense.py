@@ -19,6 +19,7 @@ from gnnc.ir.op import (
     numel,
     size_expr,
 )
+from gnnc.ir.quantized import spread
 
 
 def _check_widths(op: str, x: Tensor, w: Tensor, k: Any) -> None:
@@ -265,7 +266,7 @@ def qgemm_tn_reference(
         InputError: the matrices do not have the same rows.
     """
     left, right = (
-        rows.float() if scale is None else rows.float() * scale.reshape(-1, *[1] * (rows.dim() - 1))
+        rows.float() if scale is None else rows.float() * spread(scale, "row", rows)
         for rows, scale in ((a, a_scale), (b, b_scale))
     )
     return gemm_tn_reference(left, right)

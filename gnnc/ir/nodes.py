@@ -27,6 +27,11 @@ def op_name(node: Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def cast_dtype(node: Node) -> torch.dtype | None:
+    """Return the dtype that a cast converts to; None for another op, or a cast that keeps the dtype."""
+    return argument(node, "dtype", None) if op_name(node) == "_to_copy" else None
+
+
 def aten_name(node: Node) -> str:
     """Return ``add.Tensor`` for ``aten.add.Tensor``, or "" for anything that is not an ATen op."""
     text = str(node.target)

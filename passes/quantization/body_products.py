@@ -13,7 +13,15 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.body import body_operands, body_shapes, body_text, parse_body, product_of, values_of
+from gnnc.ir.body import (
+    body_operands,
+    body_shapes,
+    body_text,
+    parse_body,
+    product_of,
+    values_of,
+    widen_input,
+)
 from gnnc.ir.exact_reads import Reader, exact_in_body
 from gnnc.ir.nodes import argument, aten_name, descendants, first_operand, with_arguments
 from gnnc.ir.op import has_body
@@ -231,10 +239,7 @@ class _Body:
         dtype = FLOAT_DTYPES[precision.name]
         for number in found:
             self.src[number] = self.build.aten("_to_copy", self.src[number], dtype=dtype)
-            rows = inputs[f"j{number}"]
-            with self.graph.inserting_after(rows):
-                full = self._call(aten._to_copy.default, rows, dtype=torch.float32)
-            rows.replace_all_uses_with(full, delete_user_cb=lambda user, full=full: user is not full)
+            widen_input(inputs[f"j{number}"])
         return len(found)
 
     def finish(self) -> Node:
