@@ -133,9 +133,9 @@ def contender(name: str, given: Problem) -> Contender:
 def _turbo(model: nn.Module) -> Callable[..., Tensor]:
     """Return a model whose layer runs in Turbo-GNN's kernels, in fp16, with the parameters of the model."""
     if not isinstance(model, Trained):
-        half = turbo_gnn_layers.with_its_kernels(model.half())
+        half = turbo_gnn_layers.in_turbo_gnn(model.half())
         return lambda x, *extra: half(x.half(), *extra)
-    layer = turbo_gnn_layers.with_its_kernels(model.layer)
+    layer = turbo_gnn_layers.in_turbo_gnn(model.layer)
 
     def forward(x: Tensor, *extra: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.float16):

@@ -39,11 +39,15 @@ class _Graphs:
         return self.built[key]
 
 
-class _Gatv2(nn.Module):
-    def __init__(self, layer: pyg.GATv2Conv, graphs: _Graphs) -> None:
+class _Attention(nn.Module):
+    """Layer of attention with the parameters of one of PyG."""
+
+    def __init__(self, layer: Any, graphs: _Graphs) -> None:
         super().__init__()
         self.layer, self.graphs = layer, graphs
 
+
+class _Gatv2(_Attention):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         layer = self.layer
         shape = (-1, layer.heads, layer.out_channels)
@@ -53,11 +57,7 @@ class _Gatv2(nn.Module):
         return out.flatten(1) + layer.bias
 
 
-class _DotAttention(nn.Module):
-    def __init__(self, layer: pyg.TransformerConv, graphs: _Graphs) -> None:
-        super().__init__()
-        self.layer, self.graphs = layer, graphs
-
+class _DotAttention(_Attention):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         layer = self.layer
         shape = (-1, layer.heads, layer.out_channels)
@@ -81,10 +81,10 @@ def is_supported(layer: nn.Module) -> bool:
     return type(layer) in _KINDS and layer.edge_dim is None and layer.out_channels in (32, 64, 128, 256)
 
 
-def with_its_kernels(layer: nn.Module, graphs: _Graphs | None = None) -> nn.Module:
+def in_turbo_gnn(layer: nn.Module, graphs: _Graphs | None = None) -> nn.Module:
     """Return a layer in the kernels of Turbo-GNN, with the same parameters."""
     graphs = graphs or _Graphs()
     if isinstance(layer, Twice):
         parts = iter((layer.first, layer.second))
-        return Twice(lambda: with_its_kernels(next(parts), graphs))
+        return Twice(lambda: in_turbo_gnn(next(parts), graphs))
     return _KINDS[type(layer)](layer, graphs)
