@@ -36,7 +36,7 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Moved(nn.Module):
-    """One edge MLP whose value is summed and read by a second MLP, as in an EGNN."""
+    """Edge MLP whose value is summed and read by a second MLP, as in a layer of EGNN."""
 
     def __init__(self) -> None:
         super().__init__()

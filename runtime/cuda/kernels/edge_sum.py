@@ -238,7 +238,7 @@ def _write_products(
     Args:
         emitter: the program under construction.
         body: the body that leaves both values in shared memory.
-        sides: where they lie there.
+        sides: places of both values in shared memory.
         rows: destination of every edge.
         columns: source of every edge.
         outs: the product, the sum of the first value and that of the second; None: it is not asked for.

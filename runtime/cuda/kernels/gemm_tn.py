@@ -129,8 +129,8 @@ def write_shares(
 
     Args:
         emitter: the program under construction.
-        kernel: its C++ name.
-        given: what it reads: its first arguments.
+        kernel: C++ name of the kernel.
+        given: addresses of the matrices, and what else the kernel takes before the partial sums.
         widths: columns of both matrices.
         rows: number of their rows.
         out: the result, dense.

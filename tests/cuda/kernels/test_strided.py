@@ -48,7 +48,7 @@ def test_strided(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_sum_of_negative_zeros_is_zero(size: int) -> None:
-    """As in torch, where a sum begins at zero: an ``atan2`` of what it returns tells the signs apart."""
+    """A sum of negative zeros is positive zero, as in torch; ``atan2`` tells the signs apart."""
     x = torch.full((5, size), -0.0)
     got = run_on_cuda(lambda x: x.sum(1), "strided", x)
     assert not got.signbit().any() and not x.sum(1).signbit().any()
