@@ -103,7 +103,7 @@ def row(form: str, rows: int, inner: int, out: int) -> dict[str, float]:
     result = {
         "product_us": times_of.pop("gnnc::gemm", 0.0),
         "floor_us": floor_us(form, rows, inner, out),
-        "weight_us": times_of.pop("gnnc::pack_weight", 0.0),
+        "weight_us": times_of.pop("gnnc::pack_weights", 0.0),
         "others_us": sum(times_of.values()),
         "torch_us": peer_us(form, rows, inner, out),
     }

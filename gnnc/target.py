@@ -136,6 +136,10 @@ class MeasuredTimes(Protocol):
         ...
 
 
+def _joins_all(dtype: torch.dtype, columns: int, widths: Sequence[int]) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """All that passes may know of a backend: facts, and the services that need its runtime.
@@ -146,7 +150,8 @@ class Target:
         rounded: names of further precisions, without kernels: operands are rounded to them, and kernels
             of FP32 compute.
         slower: names of the precisions that run slower than FP32 on this machine.
-        joint_products: whether one kernel multiplies a matrix with several weights.
+        joins_products: whether one kernel multiplies a matrix with several weights, in a dtype, for so many
+            columns of the matrix and of each product.
         joint_bodies: whether one kernel computes several bodies in one pass over the edges, sums by source
             among them.
         joint_sums: whether its kernel of a product over all edges adds up the rows of its sides, too.
@@ -189,7 +194,7 @@ class Target:
     precisions: frozenset[str] = frozenset({"fp32", "bf16", "int8"})
     rounded: frozenset[str] = frozenset()
     slower: frozenset[str] = frozenset()
-    joint_products: bool = True
+    joins_products: Callable[[torch.dtype, int, Sequence[int]], bool] = _joins_all
     joint_bodies: bool = False
     joint_sums: bool = False
     stored_steps: bool = False

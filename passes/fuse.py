@@ -159,8 +159,7 @@ def _anchor(partition: Partition, node: Node, target: Target) -> None:
         _grow_body_attention_backward(partition, node, target)
     elif partition.group_of(node) is None and (kind := _anchor_family(node)):
         if kind == "gemm":
-            siblings = _siblings(node) if target.joint_products else []
-            _grow_gemm(partition, node, siblings, target)
+            _grow_gemm(partition, node, _siblings(node, target), target)
         else:
             _grow(partition, kind, node, (node,), target)
 
@@ -206,17 +205,37 @@ def _anchor_family(node: Node) -> str | None:
     return op.cost_family
 
 
-def _siblings(gemm: Node) -> list[Node]:
-    """Return the products of the same matrix that follow ``gemm`` with no other anchor between."""
+def _siblings(gemm: Node, target: Target) -> list[Node]:
+    """Return the products of the same matrix that follow ``gemm`` with no other anchor between.
+
+    A product that is combined with one before stays apart: its row program then combines them.
+    """
+    x = first_operand(gemm)
+    columns, dtype = (shape_or_none(x) or (None,))[-1], argument(gemm, "w").meta["val"].dtype
+    if not isinstance(columns, int):
+        return []
     siblings: list[Node] = []
+    covered = _row_ops(gemm)[0]
     node = gemm.next
     while node.op != "root":
         if _anchor_family(node):
-            if node.target is not gemm.target or first_operand(node) is not first_operand(gemm):
+            if node.target is not gemm.target or first_operand(node) is not x:
+                break
+            widths = [_width_of(each) for each in (gemm, *siblings, node)]
+            own, operands = _row_ops(node)
+            if not covered.isdisjoint(operands) or not target.joins_products(dtype, columns, widths):
                 break
             siblings.append(node)
+            covered |= own
         node = node.next
     return siblings
+
+
+def _row_ops(product: Node) -> tuple[set[Node], set[Node]]:
+    """Return a product with the row-local ops behind it, and what else these read."""
+    ops = linearize(product, lambda op: True)
+    covered = {product, *(node for op in ops for node in op.covers)}
+    return covered, {node for op in ops for node in op.operands}
 
 
 def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...], target: Target) -> None:
@@ -288,9 +307,10 @@ def _admission(
         target: has a scale of the whole result of a product, or not; kernels do not store what it rounds.
         is_gemm: whether the kernel is that of a product.
     """
+    scales: list[RowOp] = []
 
     def admit(op: RowOp) -> bool:
-        if op.kind == SCALE_TENSOR and not _finds_scale(group, target, is_gemm):
+        if op.kind == SCALE_TENSOR and not _finds_scale(target, is_gemm, bool(scales)):
             return False
         if op.kind.removeprefix("store_") in target.rounded:
             return False
@@ -302,7 +322,10 @@ def _admission(
         if reads_group:
             return False
         casts = _own_casts(op, target) if target.widens_operands else ()
-        return partition.add(group, (*casts, *op.covers)) or (bool(casts) and partition.add(group, op.covers))
+        if not partition.add(group, (*casts, *op.covers)) and not (casts and partition.add(group, op.covers)):
+            return False
+        scales.extend([op] if op.kind == SCALE_TENSOR else [])
+        return True
 
     return admit
 
@@ -339,16 +362,11 @@ def _is_widening(node: Node, target: Target) -> bool:
     return is_float(value, *halves) and _has_rows(value)
 
 
-def _finds_scale(group: Group, target: Target, is_gemm: bool) -> bool:
-    """Return whether the kernel of a group can find one more scale of all rows; a product finds one."""
+def _finds_scale(target: Target, is_gemm: bool, has_found: bool) -> bool:
+    """Return whether a row program can find one more scale of all rows; that of a product finds one."""
     if not is_gemm:
         return target.epilogue_scales
-    return (target.epilogue_scales or target.tensor_scales) and _has_no_scale(group)
-
-
-def _has_no_scale(group: Group) -> bool:
-    scales = [node for node in group.nodes if node.target is torch.ops.gnnc.scale.default]
-    return not any(QType.parse(argument(node, "qtype")).has_one_scale for node in scales)
+    return (target.epilogue_scales or target.tensor_scales) and not has_found
 
 
 def _load(partition: Partition, group: Group, operand: object) -> None:

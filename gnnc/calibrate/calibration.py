@@ -363,7 +363,7 @@ def _variants(probe: Probe, backend: Backend, device: Device) -> Iterator[_Varia
     """Yield the probe lowered in every option that its ops have."""
     precisions = backend.target.precisions - device.alike.keys()
     facts = backend.target
-    target = Target(facts.name, precisions, joint_products=facts.joint_products, lowering=backend)
+    target = Target(facts.name, precisions, joins_products=facts.joins_products, lowering=backend)
     for option in _options(probe, target):
         graph_module, examples = probe.build(_where(backend))
         context = Context(precision=option.precision, target=target, examples=examples)

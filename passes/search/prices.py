@@ -1,8 +1,9 @@
 """Predicted times of ops and of writing tensors in a format, from sizes and the machine's rates."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import sympy
+import torch
 from torch.fx import Node
 
 from gnnc.cost import model
@@ -13,7 +14,9 @@ from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.row_local import classify
 from gnnc.passes.quantization.number_formats import FULL, Option, is_low_aggregation
 from gnnc.passes.rewrite.assumed_sizes import AssumedSizes
+from gnnc.target import Target
 
+_FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _CALIBRATED = {"fp8": "int8"}
 """The precision whose rates stand for those of one that is not calibrated: rows of as many bytes."""
 
@@ -24,13 +27,20 @@ class Prices:
     Args:
         assumed_sizes: evaluates symbolic sizes.
         rates: the machine's rates.
-        joint_products: whether one kernel multiplies a matrix with several weights.
+        target: has kernels that multiply a matrix with several weights, or not.
     """
 
-    def __init__(self, assumed_sizes: AssumedSizes, rates: Rates, joint_products: bool) -> None:
+    def __init__(self, assumed_sizes: AssumedSizes, rates: Rates, target: Target) -> None:
         self._assumed_sizes = assumed_sizes
         self._rates = rates
-        self.joint_products = joint_products
+        self._target = target
+
+    def joins(self, tensor: Node, products: Collection[Node], name: str) -> bool:
+        """Return whether one kernel multiplies a tensor, in a format, with the weights of all products."""
+        columns, *widths = (node.meta["val"].shape[-1] for node in (tensor, *products))
+        precision = Option.parse(name).precision
+        dtype = precision.activation_qtype().dtype if precision.is_quantized else _FLOATS[precision.name]
+        return len(products) == 1 or self._target.joins_products(dtype, columns, widths)
 
     def op(self, node: Node, option: Option) -> float:
         """Return the time of a primitive in an option, without the write of its result."""

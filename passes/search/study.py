@@ -154,7 +154,7 @@ def study(gm: fx.GraphModule, ctx: Context, allowed: Mapping[Node, Sequence[Opti
     bench = None if values is None else Bench(gm, values)
     gains = _gains(gm, bench)
     free = {node: tuple(options) for node, options in allowed.items() if tuple(options) != (FULL,)}
-    price = Prices(assumed_sizes, rates, ctx.target.joint_products)
+    price = Prices(assumed_sizes, rates, ctx.target)
     errors = _measured(bench, free) if bench is not None else _nominal(free, gains)
     ops = tuple(
         OpChoices(node, options, errors[node], tuple(price.op(node, o) for o in options), gains.get(node))
@@ -248,7 +248,7 @@ def _stores(ops: Sequence[OpChoices], price: Prices) -> list[Store]:
         if name == "fp32" and _is_read_in_fp32(tensor, consumers[tensor]):
             continue
         only_gemms = all(model.family_of(node) == "gemm" for node in consumers[tensor])
-        at_load = only_gemms and (price.joint_products or len(consumers[tensor]) == 1)
+        at_load = only_gemms and price.joins(tensor, consumers[tensor], name)
         stores.append(Store(tuple(choices), price.store(tensor, name, at_load)))
     return stores
 
@@ -260,7 +260,8 @@ def _loads(
     gemms = [(i, o) for i, o in readers if model.family_of(ops[i].node) == "gemm"]
     if not gemms:
         return []
-    groups = [gemms] if price.joint_products else [[reader] for reader in gemms]
+    products = {ops[i].node for i, _ in gemms}
+    groups = [gemms] if price.joins(tensor, products, name) else [[reader] for reader in gemms]
     return [Store(tuple(group), price.load(tensor, name)) for group in groups]
 
 

@@ -15,6 +15,7 @@ from gnnc.runtime.backend import Backend
 from gnnc.runtime.cuda.executable import CudaExecutable
 from gnnc.runtime.cuda.formats import csr
 from gnnc.runtime.cuda.kernels.attention import reads_features
+from gnnc.runtime.cuda.kernels.gemm import joins_products
 from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
 from gnnc.runtime.cuda.offline import OfflineExecutable
 from gnnc.target import CUDA_NARROW_ROWS, Target
@@ -27,7 +28,7 @@ TARGET = Target(
     precisions=frozenset({"fp32", "fp16", "bf16", "int8"}),
     body_products=frozenset({"fp16", "bf16"}),
     rounds_body_rows=True,
-    joint_products=False,
+    joins_products=joins_products,
     joint_sums=True,
     stored_steps=True,
     narrow_edges=True,

@@ -5,7 +5,7 @@ node: it stays valid for every copy of the graph.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,16 @@ class RowProgram:
         """The instructions, each as (opcode, a, b, c)."""
         code = self.code
         return [(Op(code[i]), code[i + 1], code[i + 2], code[i + 3]) for i in range(0, len(code), 4)]
+
+    @property
+    def windows(self) -> list["RowProgram"]:
+        """The row programs of results that lie side by side, each with the operands and outs of all."""
+        starts = [i for i, step in enumerate(self.steps) if step[0] == Op.WINDOW]
+        if not starts:
+            return [self]
+        ends = [*starts[1:], len(self.steps)]
+        parts = [self.code[4 * (start + 1) : 4 * end] for start, end in zip(starts, ends, strict=True)]
+        return [replace(self, code=code) for code in parts]
 
     @property
     def ops(self) -> set[Op]:

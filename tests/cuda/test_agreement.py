@@ -91,7 +91,6 @@ def looked_at(kept: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
                 "narrow_rows": CUDA_NARROW_ROWS,
                 "least_quantized_columns": 0,
                 "tensor_scales": given.name != "cpu",
-                "joint_products": given.name == "cpu",
             }
             return replace(given, target=replace(given.target, **alike))
 

@@ -66,7 +66,7 @@ def test_the_families_of_a_probe_have_kernels(probe: Probe, option: str, compile
     """Needs no device: what is measured in them is kernels of ours, or cuBLAS."""
     backend = get_backend("cuda-offline:sm_90")
     facts = backend.target
-    target = Target(facts.name, facts.precisions, joint_products=facts.joint_products, lowering=backend)
+    target = Target(facts.name, facts.precisions, joins_products=facts.joins_products, lowering=backend)
     writer = Writer(probe, torch.device("cuda"))
     graph_module = writer.finish(probe.body(writer))
     assert {n.meta["val"].device.type for n in graph_module.graph.find_nodes(op="placeholder")} == {"cuda"}

@@ -43,7 +43,7 @@ def options_of(precision: str, name: str) -> dict[str, Any]:
     target = Target(
         facts.name,
         facts.precisions,
-        joint_products=facts.joint_products,
+        joins_products=facts.joins_products,
         lowering=backend,
     )
     return {"precision": Precision.parse(precision), "target": target}

@@ -1,5 +1,7 @@
 """Fuse: which nodes become one kernel, which do not and why, and that no bit changes."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from gnn_graphs import (
@@ -163,16 +165,22 @@ def test_a_product_of_the_same_matrix_stays_behind_what_stands_between():
     assert_same_bits(lambda: one(build))
 
 
-def test_a_backend_without_joint_products_gets_a_kernel_for_each():
-    target = Target(joint_products=False)
-    gm, _ = fused(one(lambda b: [b.linear(b.x, 24, name="a"), b.linear(b.x, 20, name="b")]), target=target)
-    assert kinds(gm) == ["map", "gemm", "gemm"]
+def test_a_backend_joins_as_many_products_as_its_kernel_has():
+    def joins(dtype: torch.dtype, columns: int, widths: Sequence[int]) -> bool:
+        return (dtype, columns) == (torch.int8, 32) and sum(widths) <= limit
+
+    def build(b):
+        return [b.linear(b.x, width, name=f"w{width}") for width in (20, 21, 22, 23)]
+
+    for limit, expected in ((20, 4), (41, 3), (45, 2), (100, 1)):
+        gm, _ = fused(one(build), target=Target(joins_products=joins))
+        assert kinds(gm).count("gemm") == expected, limit
 
 
-def test_what_joins_two_results_of_one_kernel_runs_by_itself():
+def test_products_that_are_added_up_stay_apart_and_one_adds_the_other():
     gm, _ = fused(one(lambda b: [b.add(b.linear(b.x, 24, name="a"), b.linear(b.x, 24, name="b"))]))
-    assert kinds(gm) == ["gemm"]
-    assert leftovers(gm) == ["add.Tensor"]
+    assert kinds(gm) == ["map", "gemm", "gemm"]
+    assert leftovers(gm) == []
 
 
 def test_a_weight_is_quantized_in_each_kernel_that_uses_it():
@@ -345,7 +353,7 @@ def test_a_chain_of_columns_of_one_value_is_none():
 
 
 def test_one_kernel_finds_one_scale_of_a_tensor():
-    target = Target("cuda", frozenset({"fp32", "int8"}), tensor_scales=True, joint_products=False)
+    target = Target("cuda", frozenset({"fp32", "int8"}), tensor_scales=True)
 
     def build(b):
         h = b.linear(b.x, 16)
@@ -470,7 +478,7 @@ def test_an_integer_dot_product_keeps_its_scales():
 
 @pytest.mark.parametrize("finds", [True, False])
 def test_the_scale_of_a_whole_product_is_found_where_the_kernel_can(finds):
-    target = Target("cuda", frozenset({"fp32", "int8"}), tensor_scales=finds, joint_products=False)
+    target = Target("cuda", frozenset({"fp32", "int8"}), tensor_scales=finds)
 
     def build(b):
         h = b.linear(b.x, 16)

@@ -492,7 +492,7 @@ def test_a_program_takes_the_results_of_the_rewritten_structure(
 ) -> None:
     """Results that other nodes replace keep their place, whatever they are called."""
     reference = get_backend("reference")
-    target = replace(reference.target, sorts_with_loops=True, joint_products=False)  # as on CUDA
+    target = replace(reference.target, sorts_with_loops=True)  # as on CUDA
     for module in (api, dispatch):
         monkeypatch.setattr(module, "get_backend", lambda *given: replace(reference, target=target))
     entry = (ZOO | LAYERS)[name]

@@ -1,11 +1,11 @@
 #pragma once
 
-// gemm: x @ w^T for tall and narrow x, then the epilogue on whole rows. x is quantized or rounded while it is loaded,
-// so that x is read once, in the type that it has in memory.
+// gemm: x @ w^T for tall and narrow x, for one weight or several, then the epilogue of each product on whole rows. x is
+// quantized or rounded while it is loaded, so that x is read once, in the type that it has in memory.
 //
 // A block processes Config::kRows rows of x, Config::kChunk columns at a time. Its warps load the rows into shared
 // memory as int8 or 8-bit floats (quantized with one scale a row, or already quantized), fp16 or bf16; the products run
-// on the tensor cores (mma.sync, sums in int32 or FP32) with a weight that pack_weight has packed in the fragment
+// on the tensor cores (mma.sync, sums in int32 or FP32) with a weight that pack_weights has packed in the fragment
 // layout of the threads. The warps of a block divide the rows, the columns of the result and, where rows are long, the
 // columns of x (split-K): such partial sums, like all results, pass through shared memory into row tiles, which add
 // them up in a fixed order.
@@ -13,11 +13,15 @@
 // A row that is quantized with its own scale stays in the registers of kRowWarps warps until its maximum is known, in
 // one chunk. If a row is too long for that, a first pass finds its maximum, and the chunks are then read again from L2.
 //
-// Traffic: x once, the epilogue's outputs; the weight once a block from L2, as much again as x where a block has 16
-// rows, kOut is 64 and x is FP32 multiplied as int8. Floor: x, weight and outputs once at copy bandwidth.
+// Several weights: the rows stay in shared memory while the block computes one product after the other, each into a
+// region behind the rows. A row must then be one chunk.
 //
-// Launch: pack_weight with blocks of 256 threads, Config::kWarps warps an output column (of kOut8); then gemm with one
-// block of Config::kThreads threads for every kRows rows and Gemm<Config>::kShared bytes of dynamic shared memory.
+// Traffic: x once, the epilogues' outputs; the weights once a block from L2, as much again as x where a block has 16
+// rows, kOut is 64 and x is FP32 multiplied as int8. Floor: x, weights and outputs once at copy bandwidth.
+//
+// Launch: pack_weights with blocks of 256 threads, Config::kWarps warps an output column (of kOut8) of each weight;
+// then gemm with one block of Config::kThreads threads for every kRows rows and SharedOf<Parts...>::kBytes bytes of
+// dynamic shared memory.
 
 #include "common/copies.cuh"
 #include "common/row_steps.cuh"
@@ -77,9 +81,18 @@ struct GemmConfig {
 struct GemmArgs {
   const void* x;
   const float* x_scale;  // [rows], scales of x, if x is quantized already
-  const uint4* weight;   // packed by pack_weight
-  const float* w_scale;  // [kOut], quantized products only
   int64_t rows;
+};
+
+// One of the products of x: its weight, the threads that run the row program of a row, and the row program. The
+// configurations of all parts of a launch differ in kOut alone.
+template <class Config_, int kLanes_, class Epilogue>
+struct Part {
+  using Config = Config_;
+  static constexpr int kLanes = kLanes_;
+  const uint4* weight;   // packed by pack_weights
+  const float* w_scale;  // [kOut], quantized products only
+  Epilogue epilogue;
 };
 
 // The size of one operand element.
@@ -132,20 +145,37 @@ struct Gemm {
   static constexpr int kMostOnce = kTilesDown > 1 || kChunks > 1 ? 16 / kTilesDown : 8;
   // Tiles of columns that a warp holds in registers at once.
   static constexpr int kTilesOnce = kTilesWarp < kMostOnce ? kTilesWarp : kMostOnce;
-  static constexpr bool kInPlace = kTilesWarp == kTilesOnce;  // results may overwrite the rows in shared memory
+  static constexpr bool kHoldsSums = kTilesWarp == kTilesOnce;  // registers hold the sums of a whole row of the result
   // Pairs whose weights are loaded at once: the weights of eight tiles in flight are enough.
   static constexpr int kUnroll = kTilesDown * kTilesOnce >= 8 || Config::kSplit > 1 ? 1 : 2;
   static constexpr int kRowsBytes = Config::kRows * kPitch;
   static constexpr int kPart = Config::kRows * kOutPitch;  // words of one partial sum
   static constexpr int kOutBytes = Config::kSplit * kPart * 4;
-  static constexpr int kOutAt = kInPlace ? 0 : kRowsBytes;
-  static constexpr int kScalesAt = kOutAt + kOutBytes > kRowsBytes ? kOutAt + kOutBytes : kRowsBytes;
-  static constexpr int kTopsAt = kScalesAt + Config::kRows * 4;
-  static constexpr int kShared = kTopsAt + Config::kRows * Config::kRowWarps * 4;
   static_assert(Config::kRows % (16 * Config::kDown) == 0 && kWarps % (Config::kDown * Config::kSplit) == 0,
                 "warps must divide the rows into tiles of sixteen");
   static_assert(kChunk == K::kPlaces || kChunk % 128 == 0, "chunks must consist of whole runs of 128 columns");
-  static_assert(kChunks == 1 || kInPlace, "with several chunks, registers must hold all accumulators");
+  static_assert(kChunks == 1 || kHoldsSums, "with several chunks, registers must hold all accumulators");
+};
+
+__host__ __device__ constexpr int largest(int a) { return a; }
+template <class... Ints>
+__host__ __device__ constexpr int largest(int a, int b, Ints... others) {
+  return largest(a > b ? a : b, others...);
+}
+
+// The layout of shared memory: rows of x, results, scales of the rows, their largest values by warp. The results of a
+// single product overwrite the rows, if registers hold its sums.
+template <class First, class... Others>
+struct SharedOf {
+  using Config = typename First::Config;
+  using G = Gemm<Config>;
+  static constexpr bool kInPlace = sizeof...(Others) == 0 && G::kHoldsSums;
+  static constexpr int kOutBytes = largest(G::kOutBytes, Gemm<typename Others::Config>::kOutBytes...);
+  static constexpr int kOutAt = kInPlace ? 0 : G::kRowsBytes;
+  static constexpr int kScalesAt = largest(kOutAt + kOutBytes, G::kRowsBytes);
+  static constexpr int kTopsAt = kScalesAt + Config::kRows * 4;
+  static constexpr int kBytes = kTopsAt + Config::kRows * Config::kRowWarps * 4;
+  static_assert(sizeof...(Others) == 0 || G::kChunks == 1, "rows of several chunks must be those of a single product");
 };
 
 __device__ inline uint32_t two_halves(float a, float b, Product product) {
@@ -531,69 +561,95 @@ __device__ void read_sums(Tile& tile, const Out* row) {
   }
 }
 
-template <class Config, int kLanes, class Epilogue>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmArgs args, Epilogue epilogue) {
-  begin_kernel();
+// Stores the sums of a product, adds the rest of its columns, and runs its row program on the rows of the block.
+template <bool kInPlace, class P>
+__device__ void finish(WarpSums<typename P::Config>& sums, const GemmArgs& args, const P& part, const char* rows,
+                       typename WarpSums<typename P::Config>::Out* out, const float* scales, int64_t begin) {
+  using Config = typename P::Config;
   using G = Gemm<Config>;
-  using From = Load<Config>;
-  using Out = typename WarpSums<Config>::Out;
-  extern __shared__ __align__(16) char shared[];
-  Out* out = reinterpret_cast<Out*>(shared + G::kOutAt);
-  float* scales = reinterpret_cast<float*>(shared + G::kScalesAt);
-  float* tops = reinterpret_cast<float*>(shared + G::kTopsAt);
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * Config::kRows;
-  const int across = threadIdx.x / 32 / (Config::kDown * Config::kSplit);
-  int first = across * G::kTilesWarp;
-  From::scales(args, begin, scales);
-  WarpSums<Config> sums;
-  sums.clear();
-#pragma unroll 1
-  for (int chunk = 0; chunk < G::kChunks - 1; ++chunk) {
-    From::template chunk<false>(args, begin, chunk, shared, scales, tops);
-    __syncthreads();
-    sums.template add<G::kChunk * G::kBytes / 64>(args.weight, shared, first, chunk);
-    __syncthreads();
-  }
-  From::template chunk<true>(args, begin, G::kChunks - 1, shared, scales, tops);
-  __syncthreads();
+  int first = threadIdx.x / 32 / (Config::kDown * Config::kSplit) * G::kTilesWarp;
   for (const int end = first + G::kTilesWarp; first < end; first += G::kTilesOnce) {
-    sums.template add<G::K::kPairs - G::kLast * G::kBytes / 64>(args.weight, shared, first, G::kChunks - 1);
-    if constexpr (G::kInPlace) __syncthreads();
+    sums.template add<G::K::kPairs - G::kLast * G::kBytes / 64>(part.weight, rows, first, G::kChunks - 1);
+    if constexpr (kInPlace) __syncthreads();
     sums.store(out, first);
     sums.clear();
   }
   __syncthreads();
-  constexpr int kGroups = Config::kThreads / kLanes;
+  constexpr int kGroups = Config::kThreads / P::kLanes;
   static_assert(Config::kRows % kGroups == 0 || kGroups % Config::kRows == 0,
                 "the groups of threads must divide the rows evenly");
-  const auto finish = [&](int place) {
-    RowTile<Config::kOut, kLanes> tile;
+  const auto finish_row = [&](int place) {
+    RowTile<Config::kOut, P::kLanes> tile;
     read_sums<Config>(tile, out + place * G::kOutPitch);
     if constexpr (is_quantized(Config::kProduct)) {
       step::with_scalar(tile, scales[place], step::Multiply{});
-      step::with_columns(tile, args.w_scale, step::Multiply{});
+      step::with_columns(tile, part.w_scale, step::Multiply{});
     }
-    epilogue(tile, begin + place);
+    part.epilogue(tile, begin + place);
   };
   constexpr int kTurns = divide_up(Config::kRows, kGroups);
   // Two turns are not unrolled, because both rows would need registers at the same time.
   constexpr int kUnroll = kTurns > 2 ? 4 : 1;
-  const int group = threadIdx.x / kLanes;
+  const int group = threadIdx.x / P::kLanes;
   if (begin + Config::kRows <= args.rows) {
 #pragma unroll kUnroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const int place = group + turn * kGroups;
-      if (Config::kRows % kGroups == 0 || place < Config::kRows) finish(place);
+      if (Config::kRows % kGroups == 0 || place < Config::kRows) finish_row(place);
     }
   } else {
 #pragma unroll 1
-    for (int place = group; place < Config::kRows && begin + place < args.rows; place += kGroups) finish(place);
+    for (int place = group; place < Config::kRows && begin + place < args.rows; place += kGroups) finish_row(place);
   }
 }
 
-// pack_weight: packs the weight in the fragment layout of the threads of a warp; outputs are padded with zeros to a
+// Computes one more product of the rows in shared memory.
+template <class P>
+__device__ void multiply_rows(const GemmArgs& args, const P& part, const char* rows,
+                              typename WarpSums<typename P::Config>::Out* out, const float* scales, int64_t begin) {
+  __syncthreads();  // the results before were read
+  WarpSums<typename P::Config> sums;
+  sums.clear();
+  finish<false>(sums, args, part, rows, out, scales, begin);
+}
+
+template <class First, class... Others>
+__global__ void __launch_bounds__(First::Config::kThreads, First::Config::kBlocks)
+    gemm(GemmArgs args, First first, Others... others) {
+  begin_kernel();
+  using Config = typename First::Config;
+  using G = Gemm<Config>;
+  using From = Load<Config>;
+  using Layout = SharedOf<First, Others...>;
+  extern __shared__ __align__(16) char shared[];
+  auto* out = reinterpret_cast<typename WarpSums<Config>::Out*>(shared + Layout::kOutAt);
+  float* scales = reinterpret_cast<float*>(shared + Layout::kScalesAt);
+  float* tops = reinterpret_cast<float*>(shared + Layout::kTopsAt);
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * Config::kRows;
+  From::scales(args, begin, scales);
+  WarpSums<Config> sums;
+  sums.clear();
+  if constexpr (G::kChunks > 1) {
+    const int tile = threadIdx.x / 32 / (Config::kDown * Config::kSplit) * G::kTilesWarp;
+#pragma unroll 1
+    for (int chunk = 0; chunk < G::kChunks - 1; ++chunk) {
+      From::template chunk<false>(args, begin, chunk, shared, scales, tops);
+      __syncthreads();
+      sums.template add<G::kChunk * G::kBytes / 64>(first.weight, shared, tile, chunk);
+      __syncthreads();
+    }
+  }
+  From::template chunk<true>(args, begin, G::kChunks - 1, shared, scales, tops);
+  __syncthreads();
+  finish<Layout::kInPlace>(sums, args, first, shared, out, scales, begin);
+  (multiply_rows(args, others, shared, out, scales, begin), ...);
+}
+
+// pack_weights: packs weights in the fragment layout of the threads of a warp; outputs are padded with zeros to a
 // multiple of eight, the columns of each output to whole pairs.
 
+// A weight of a PackConfig.
+template <class Config>
 struct PackArgs {
   const float* weight;
   uint4* packed;
@@ -601,7 +657,7 @@ struct PackArgs {
   float* zero;   // set to 0 for the epilogue of the gemm (step::scale_tensor), or null
 };
 
-// Compile-time configuration of pack_weight. kInnerStride and kOutStride: elements of the weight from one column of x,
+// Compile-time configuration of a weight. kInnerStride and kOutStride: elements of the weight from one column of x,
 // and from one output, to the next; kTogether: as in GemmConfig; kWarps: warps an output, of the eight warps of a
 // block.
 template <Product kProduct_, int kInner_, int kOut_, int kInnerStride_, int kOutStride_, int kTogether_, int kWarps_>
@@ -611,7 +667,7 @@ struct PackConfig {
   static constexpr int kTogether = kTogether_, kWarps = kWarps_;
 };
 
-// The device functions of pack_weight.
+// The device functions of pack_weights.
 template <class Config>
 struct Pack {
   static constexpr bool kQuantizes = is_quantized(Config::kProduct);
@@ -651,14 +707,13 @@ struct Pack {
   }
 };
 
+// Packs the outputs of one block of a weight.
 template <class Config>
-__global__ void __launch_bounds__(256) pack_weight(PackArgs args) {
-  begin_kernel();
+__device__ void pack_weight(const PackArgs<Config>& args, int block, float (&tops)[8]) {
   using P = Pack<Config>;
-  __shared__ float tops[8];
-  if (args.zero != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.zero = 0.0f;
+  if (args.zero != nullptr && block == 0 && threadIdx.x == 0) *args.zero = 0.0f;
   const int warp = threadIdx.x / 32, team = warp / Config::kWarps, thread = threadIdx.x % P::kThreads;
-  const int output = blockIdx.x * (8 / Config::kWarps) + team;
+  const int output = block * (8 / Config::kWarps) + team;
   const bool exists = output < Config::kOut, is_packed = output < round_up(Config::kOut, 8);
   const float* from = args.weight + static_cast<int64_t>(output) * Config::kOutStride;
   float4 held[P::kHeld];
@@ -687,6 +742,22 @@ __global__ void __launch_bounds__(256) pack_weight(PackArgs args) {
     const int four = i * P::kThreads + thread;
     P::put(args.packed, output, four, P::read(from, exists, four), inverse);
   }
+}
+
+// Packs the outputs of a block if it is one of this weight's; returns the number of the block behind them.
+template <class Config>
+__device__ int pack_if_own(const PackArgs<Config>& args, int block, float (&tops)[8]) {
+  constexpr int kBlocks = round_up(Config::kOut, 8) * Config::kWarps / 8;
+  if (block >= 0 && block < kBlocks) pack_weight(args, block, tops);
+  return block - kBlocks;
+}
+
+template <class First, class... Others>
+__global__ void __launch_bounds__(256) pack_weights(PackArgs<First> first, PackArgs<Others>... others) {
+  begin_kernel();
+  __shared__ float tops[8];
+  int block = pack_if_own(first, blockIdx.x, tops);
+  ((block = pack_if_own(others, block, tops)), ...);
 }
 
 }  // namespace gnnc

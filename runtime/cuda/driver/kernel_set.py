@@ -21,7 +21,7 @@ BLOCK = 256
 """Default number of threads a block."""
 AS_COMPILED = 0
 """Number of threads that stands for the launch bound of a kernel."""
-_KERNEL = re.compile(r"__global__ void\s+(?:__launch_bounds__[^;{]*?\)\s+)?(\w+)\((?:const )?\w+Args ")
+_KERNEL = re.compile(r"__global__ void\s+(?:__launch_bounds__[^;{]*?\)\s+)?(\w+)\((?:const )?\w+Args[ <]")
 _WORD = re.compile(r"\w+")
 _LOADED: dict[tuple[Any, ...], Any] = {}
 _COMPILING = threading.Lock()

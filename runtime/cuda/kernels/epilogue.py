@@ -389,7 +389,7 @@ def write_epilogue(
 
 def scales_of(program: RowProgram, node: Node, emitter: CudaEmitter) -> list[Expr]:
     """Return the tensor-wide scales that a row program raises; call it after ``write_epilogue``."""
-    results = [out.result for out in program.outs if out.form == "scalar"]
+    results = [program.outs[a].result for op, a, *_ in program.steps if op == Op.SCALE_TENSOR]
     nodes = [emitter.outputs(node)[index] for index in results if index is not None]
     return [emitter.vector(scale) for scale in nodes if scale is not None]
 

@@ -1,7 +1,7 @@
 """Lowering of matrix products with a weight."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -14,9 +14,10 @@ from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, lanes_for, pointer, r
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, scales_of, write_epilogue
 from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap, why_no_sums
 from gnnc.runtime.plans import gemm
-from gnnc.runtime.program.launches import Expr, expr, variable
+from gnnc.runtime.program.launches import Expr, Operand, expr, variable
 from gnnc.runtime.registry import BYTES, Decline, kernel
-from gnnc.runtime.row_program.build import argument_of, optional_argument
+from gnnc.runtime.row_program.build import RowProgram, argument_of, optional_argument
+from gnnc.runtime.row_program.opcodes import Op
 
 _SHARED = 72 * 1024
 """Bytes of shared memory of a block of more than 16 rows, at most: three blocks fit an SM."""
@@ -33,6 +34,7 @@ _PRODUCTS = {
     gemm.BF16: ("bf16", 2),
 }
 """The ``gnnc::Product`` of each mode, and the bytes of an element."""
+_HALF_PRODUCTS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 _RUN = 128
 """Columns that a warp loads at once: four a thread."""
@@ -42,6 +44,8 @@ _SUMS = 16
 """Tiles of 16 x 8 sums that fit into the registers of a warp; half as many beside more loads in flight."""
 _LONG = 1280
 """Bytes of a row in shared memory above which warps share its columns."""
+_MOST_PARTS = 8
+"""Products of a launch at most: the arguments of a kernel are few, and compilers take long for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +113,16 @@ class Tile:
         """Return the constants as C++ text."""
         return ", ".join(map(str, astuple(self)))
 
-    def shared(self, shape: Shape) -> int:
-        """Return the bytes of shared memory of a block: ``Gemm<Config>::kShared``."""
-        rows = self.rows * (min(self.chunk * shape.size, shape.row_bytes) + 16)
-        out = self.split * self.rows * 4 * (round_up(shape.out, 8) + 4)
-        main = max(rows, out) if self.is_in_place(shape) else rows + out
+    def shared(self, shapes: Sequence[Shape]) -> int:
+        """Return the bytes of shared memory of a block: ``SharedOf<Parts...>::kBytes``."""
+        rows = self.rows * (min(self.chunk * shapes[0].size, shapes[0].row_bytes) + 16)
+        out = self.split * self.rows * 4 * (max(round_up(shape.out, 8) for shape in shapes) + 4)
+        is_in_place = len(shapes) == 1 and self.holds_sums(shapes[0])
+        main = max(rows, out) if is_in_place else rows + out
         return main + 4 * self.rows * (1 + self.row_warps)
 
-    def is_in_place(self, shape: Shape) -> bool:
-        """Return whether the sums fit into registers, so that results overwrite the rows in shared memory."""
+    def holds_sums(self, shape: Shape) -> bool:
+        """Return whether registers hold the sums of a product: its results may then overwrite the rows."""
         down = self.rows // 16 // self.down
         column_warps = self.threads // 32 // self.down // self.split
         limit = _SUMS // down if down > 1 or self.is_chunked(shape) else _SUMS // 2
@@ -127,16 +132,39 @@ class Tile:
         """Return whether a row is loaded into shared memory in several chunks."""
         return self.chunk * shape.size < shape.row_bytes
 
-    def fits(self, shape: Shape) -> bool:
+    def fits(self, shapes: Sequence[Shape]) -> bool:
         """Return whether a kernel of this tile has enough shared memory and registers."""
-        fits = self.shared(shape) <= (_SHARED if self.rows > 16 else MAX_SHARED)
-        return fits and (self.is_in_place(shape) or not self.is_chunked(shape) and self.split == 1)
+        if self.shared(shapes) > (_SHARED if self.rows > 16 else MAX_SHARED):
+            return False
+        is_chunked = self.is_chunked(shapes[0])
+        if is_chunked and len(shapes) > 1:
+            return False
+        return all(self.holds_sums(shape) or not is_chunked and self.split == 1 for shape in shapes)
 
 
-def tile_of(shape: Shape) -> Tile | None:
-    """Return the fastest tile, as measured on an H200; None where no block has room for the results."""
-    tiles = _long_tiles(shape) if shape.row_bytes > _LONG else _short_tiles(shape)
-    return next((tile for tile in tiles if tile.fits(shape)), None)
+def tile_of(*shapes: Shape) -> Tile | None:
+    """Return the fastest tile for products of one matrix, as measured on an H200; None where none fits."""
+    widest = max(shapes, key=lambda shape: shape.out)
+    tiles = _long_tiles(widest) if widest.row_bytes > _LONG else _short_tiles(widest)
+    return next((tile for tile in tiles if tile.fits(shapes)), None)
+
+
+def joins_products(dtype: torch.dtype, columns: int, widths: Sequence[int]) -> bool:
+    """Return whether one launch multiplies a matrix with several weights.
+
+    Args:
+        dtype: dtype of the factors.
+        columns: columns of the matrix.
+        widths: columns of the products.
+    """
+    if dtype not in _HALF_PRODUCTS and dtype.itemsize > 1 or len(widths) > _MOST_PARTS:
+        return False
+    product = _HALF_PRODUCTS.get(dtype, "i8")
+    forms = [
+        [Shape(product, dtype.itemsize, columns, width, is_quantized) for width in widths]
+        for is_quantized in (False, True)
+    ]
+    return max(widths) <= _MAX_WIDTH and all(tile_of(*shapes) for shapes in forms)
 
 
 def _short_tiles(shape: Shape) -> Iterator[Tile]:
@@ -175,50 +203,66 @@ class Gemm:
     @staticmethod
     def plan(node: Node) -> gemm.Plan | Decline:
         """Take products that fit into the shared memory of a block, but those in FP32, which cuBLAS takes."""
-        plan = single(node)
+        plan = gemm.plan(node)
         if isinstance(plan, Decline):
             return plan
         if plan.mode == gemm.FLOAT:
             return Decline("float32 products are not rounded to 16 bits")
-        shape = shape_of_plan(plan, node)
-        if [out.form for out in plan.program.outs].count("scalar") > 1:
-            return Decline("it finds two scales of all rows, and the launch before sets one to zero")
-        if plan.width > _MAX_WIDTH or tile_of(shape) is None:
-            return Decline(f"sixteen rows of {shape.out} columns exceed shared memory")
+        shapes = shapes_of(plan, node)
+        for program in plan.program.windows:
+            if [op for op, *_ in program.steps].count(Op.SCALE_TENSOR) > 1:
+                return Decline("it finds two scales of all rows, and the launch before sets one to zero")
+        widest = max(shape.out for shape in shapes)
+        if widest > _MAX_WIDTH or tile_of(*shapes) is None:
+            return Decline(f"sixteen rows of {widest} columns exceed shared memory")
         return plan
 
     @staticmethod
     def emit(plan: gemm.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write two launches: the weight's and the product's."""
-        shape = shape_of_plan(plan, node)
-        tile = tile_of(shape)
+        """Write two launches: that of the weights and that of the products."""
+        shapes = shapes_of(plan, node)
+        tile = tile_of(*shapes)
         assert tile is not None, "plan() has looked"
         x = argument_of(node, plan.x)
         rows = shape_of(x)[0]
         tensor, stride = emitter.matrix(x), emitter.row_stride(x)
-        load_width = shape.load_width(stride)
         x_scale = emitter.optional_vector(optional_argument(node, plan.x_scale))
-        epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width, begins_scales=False)
-        weight, scale = _pack(plan, node, emitter, shape, load_width)
-        config = config_of(shape, tile, TYPES[x.meta["val"].dtype], stride)
+        programs = plan.program.windows
+        epilogues = [
+            write_epilogue(program, node, emitter, rows, shape.out, begins_scales=False)
+            for program, shape in zip(programs, shapes, strict=True)
+        ]
+        packed = _pack(plan, node, emitter, shapes, shapes[0].load_width(stride))
+        parts: list[str] = []
+        values: list[Operand] = []
+        for shape, program, weight, (epilogue, own) in zip(shapes, programs, packed, epilogues, strict=True):
+            config = config_of(shape, tile, TYPES[x.meta["val"].dtype], stride)
+            parts.append(f"gnnc::Part<{config}, {_lanes(program, tile, shape)}, {epilogue}>")
+            values += [*map(pointer, weight), *own]
         count = emitter.size(rows)
+        name = f"gnnc::gemm<{', '.join(parts)}>"
+        emitter.kernel_set.require(
+            name,
+            f"gnnc::SharedOf<{', '.join(parts)}>::kBytes == {tile.shared(shapes)}",
+            "the host and the kernel lay shared memory out alike",
+        )
         emitter.launch(
-            f"gnnc::gemm<{config}, {_lanes(plan, tile, shape)}, {epilogue}>",
+            name,
             blocks(count, tile.rows),
-            [*map(pointer, (tensor, x_scale, weight, scale)), count, *values],
+            [*map(pointer, (tensor, x_scale)), count, *values],
             block=tile.threads,
-            shared=tile.shared(shape),
+            shared=tile.shared(shapes),
         )
 
 
-def _lanes(plan: gemm.Plan, tile: Tile, shape: Shape) -> int:
+def _lanes(program: RowProgram, tile: Tile, shape: Shape) -> int:
     """Return the number of threads that run the row program of one row.
 
     They are few where rows are quantized, so that every thread has a row: all threads of a row compute its
     scale. They are many where rows are stored, so that they write more contiguous memory at once.
     """
     max_lanes = lanes_for(shape.out)
-    if not plan.program.quantizes:
+    if not program.quantizes:
         return max_lanes
     return min(max(tile.threads // tile.rows, 4), max_lanes)
 
@@ -288,27 +332,21 @@ def product_of_codes(x: Tensor, w: Tensor) -> Tensor:
     return torch.ops.aten._int_mm(x.contiguous(), w.contiguous().t())[:rows, :out].float()
 
 
-def single(node: Node) -> gemm.Plan | Decline:
-    """Return the plan of one product; products side by side are launches of their own."""
-    plan = gemm.plan(node)
-    if not isinstance(plan, Decline) and len(plan.weights) > 1:
-        return Decline("one product a launch")
-    return plan
-
-
 def single_float(node: Node) -> gemm.Plan | Decline:
     """Return the plan of one product of FP32 values."""
-    plan = single(node)
-    if not isinstance(plan, Decline) and plan.mode != gemm.FLOAT:
-        return Decline("only float32 products")
-    return plan
+    plan = gemm.plan(node)
+    if isinstance(plan, Decline):
+        return plan
+    if len(plan.weights) > 1:
+        return Decline("one product a launch")
+    return plan if plan.mode == gemm.FLOAT else Decline("only float32 products")
 
 
-def shape_of_plan(plan: gemm.Plan, node: Node) -> Shape:
-    """Return the sizes of the product of a plan."""
+def shapes_of(plan: gemm.Plan, node: Node) -> list[Shape]:
+    """Return the sizes of the products of a plan."""
     product, size = _PRODUCTS[plan.mode]
     inner = int(argument_of(node, plan.x).meta["val"].shape[-1])
-    return Shape(product, size, inner, plan.width, plan.x_scale is not None)
+    return [Shape(product, size, inner, weight.width, plan.x_scale is not None) for weight in plan.weights]
 
 
 def config_of(shape: Shape, tile: Tile, kind: str, stride: int) -> str:
@@ -318,24 +356,28 @@ def config_of(shape: Shape, tile: Tile, kind: str, stride: int) -> str:
 
 
 def _pack(
-    plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape, load_width: int
-) -> tuple[Expr, Expr]:
-    """Write the launch that quantizes and lays out the weight; return the packed weight and its scales."""
-    w = argument_of(node, plan.weights[0].w)
-    sizes = f"{shape.inner}, {shape.out}"
-    columns = int(w.meta["val"].shape[1])
-    strides = f"{columns}, 1" if plan.weights[0].is_kn else f"1, {columns}"
-    config = f"gnnc::Product::{shape.product}, {sizes}, {strides}, {load_width}, {shape.pack_warps}"
-    tensor = emitter.matrix(w)
-    zero = next((scale.written for scale in scales_of(plan.program, node, emitter)), None)
-    packed = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
-    scale = emitter.scratch(1, shape.out, torch.float32, flat=True)
-    emitter.launch(
-        f"gnnc::pack_weight<gnnc::PackConfig<{config}>>",
-        round_up(shape.out, 8) * shape.pack_warps // 8,
-        list(map(pointer, (tensor, packed.written, scale.written, zero))),
-    )
-    return packed, scale
+    plan: gemm.Plan, node: Node, emitter: CudaEmitter, shapes: Sequence[Shape], load_width: int
+) -> list[tuple[Expr, Expr]]:
+    """Write the launch that quantizes and lays out the weights; return each packed weight with its scales."""
+    configs: list[str] = []
+    values: list[Operand] = []
+    packed: list[tuple[Expr, Expr]] = []
+    for given, shape, program in zip(plan.weights, shapes, plan.program.windows, strict=True):
+        w = argument_of(node, given.w)
+        columns = int(w.meta["val"].shape[1])
+        sizes = f"{shape.inner}, {shape.out}, {f'{columns}, 1' if given.is_kn else f'1, {columns}'}"
+        configs.append(
+            f"gnnc::PackConfig<gnnc::Product::{shape.product}, {sizes}, {load_width}, {shape.pack_warps}>"
+        )
+        tensor = emitter.matrix(w)
+        zero = next((scale.written for scale in scales_of(program, node, emitter)), None)
+        weight = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
+        scale = emitter.scratch(1, shape.out, torch.float32, flat=True)
+        values += map(pointer, (tensor, weight.written, scale.written, zero))
+        packed.append((weight, scale))
+    count = sum(round_up(shape.out, 8) for shape in shapes) * shapes[0].pack_warps // 8
+    emitter.launch(f"gnnc::pack_weights<{', '.join(configs)}>", count, values)
+    return packed
 
 
 def _floor_power(number: int) -> int:

@@ -94,7 +94,8 @@ def test_shared_memory_is_what_the_kernel_takes(compiler: None) -> None:
     for shape in SHORT + LONG:
         tile = tile_of(shape)
         assert tile is not None
-        source += f"static_assert(gnnc::Gemm<{config(shape, tile)}>::kShared == {tile.shared(shape)});\n"
+        part = f"gnnc::Part<{config(shape, tile)}, 32, int>"
+        source += f"static_assert(gnnc::SharedOf<{part}>::kBytes == {tile.shared([shape])});\n"
     compile_kernels(source, (), "sm_90")
 
 
@@ -110,12 +111,27 @@ def test_rows_under_way_stay_in_registers(architecture: str, compiler: None) -> 
         is_end = shape.out == 64 and shape.inner in ends
         if is_end or (architecture == "sm_90" and (shape.out == 64 or shape in SHORT)):
             stores = epilogue_of(torch.float32, shape.out)
-            names.append(f"gnnc::gemm<{config(shape, tile)}, {lanes_for(shape.out)}, {stores}>")
+            names.append(f"gnnc::gemm<gnnc::Part<{config(shape, tile)}, {lanes_for(shape.out)}, {stores}>>")
     taken = compile_kernels('#include "dense/gemm.cuh"' + STORES, tuple(names), architecture)
     assert len(taken) == len(names)
     # as in test_offline.py: NVRTC 13.0 spills for sm_100 where 13.5 spills nothing
     allowed = 48 if architecture == "sm_100" and compiler_version() < (13, 5) else 0
     assert all(each.spilled <= allowed for each in taken.values()), taken
+
+
+@pytest.mark.parametrize(
+    ("precision", "inner", "launches"),
+    [("fp16", 64, 2), ("int8", 64, 2), ("fp32", 64, 5), ("int8", 7000, 10)],
+)
+def test_products_of_one_matrix_are_one_launch(
+    precision: str, inner: int, launches: int, compiler: None
+) -> None:
+    """Eight of ten products of rows that fit into one chunk; in FP32 those with a bias are submodules."""
+    model = Products(inner).eval()
+    compiled = gnnc.compile(
+        model, precision, backend="cuda-offline:sm_90", example_inputs=(torch.randn(9, inner),)
+    )
+    assert str(compiled).count("with fused.gemm()") == launches
 
 
 @pytest.mark.cuda
