@@ -64,6 +64,20 @@ class Scaled(Moved):
         return torch.cat([moved, scatter((value / self.scale).tanh() * x[src], dst, 0, x.shape[0], "sum")], 1)
 
 
+class Multiplied(Moved):
+    """The same with products alone as readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = edge_layers.mlp(WIDTH, WIDTH, nn.SiLU)
+
+    def forward(self, x: Tensor, edge_index: Tensor, attr: Tensor) -> Tensor:
+        src, dst = edge_index
+        message = nn.functional.silu(self.message(torch.cat([x[dst], x[src], attr], 1)))
+        moved = scatter(self.move(message), dst, 0, x.shape[0], "mean")
+        return torch.cat([moved, scatter(self.weight(message), dst, 0, x.shape[0], "max")], 1)
+
+
 class Returned(Moved):
     """The same, with the value of the edges as a result."""
 
@@ -122,29 +136,40 @@ def test_a_value_that_all_readers_round_has_the_same_bits(precision: str, name: 
     assert torch.equal(found[0], same[0])
 
 
-def test_a_residual_reads_the_rounded_values_of_bf16() -> None:
+def test_products_of_an_int8_model_read_the_same_fp16() -> None:
     torch.manual_seed(0)
-    made = edge_layers.MeshGraphNet().requires_grad_(False)
+    made, given = Multiplied().requires_grad_(False), inputs(torch.randint(NODES, (2, EDGES)), NODES)
+    compiled, (found,) = run(made, "int8", "narrow", given)
+    _, (same,) = run(made, "int8", "wide", given)
+    assert dtypes(compiled) == [torch.float16]
+    assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("model", [Moved, edge_layers.MeshGraphNet])
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_residual_and_a_sum_read_the_rounded_values_of_bf16(precision: str, model: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    made = model().requires_grad_(False)
     given = inputs(torch.randint(NODES, (2, EDGES)), NODES)
-    compiled, (found,) = run(made, "bf16", "narrow", given)
-    _, (plain,) = run(made, "bf16", "wide", given)
+    compiled, (found,) = run(made, precision, "narrow", given)
+    _, (plain,) = run(made, precision, "wide", given)
     want = made(*given)
     assert dtypes(compiled) == [torch.bfloat16]
     assert relative_error(found, want) < 1.2 * relative_error(plain, want) + 1e-3
 
 
-@pytest.mark.parametrize("precision", ["fp16", "int8"])
+@pytest.mark.parametrize(("precision", "stored"), [("fp16", torch.float32), ("int8", torch.bfloat16)])
 @pytest.mark.parametrize("scale", [1e-9, 1e7])
-def test_readers_of_fp32_keep_its_range(scale: float, precision: str) -> None:
+def test_readers_of_fp32_keep_its_range(scale: float, precision: str, stored: torch.dtype) -> None:
     torch.manual_seed(0)
     made, given = Scaled(scale).requires_grad_(False), inputs(torch.randint(NODES, (2, EDGES)), NODES)
     compiled, (found,) = run(made, precision, "narrow", given)
-    assert dtypes(compiled) == [torch.float32]
+    assert dtypes(compiled) == [stored]
     assert relative_error(found[:, 3:], made(*given)[:, 3:]) < 2e-2
 
 
 @pytest.mark.parametrize("model", [Moved, edge_layers.MeshGraphNet])
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
 def test_gradients_are_as_near_to_eager_as_before(precision: str, model: type[nn.Module]) -> None:
     torch.manual_seed(0)
     made, given = model(), inputs(torch.randint(NODES, (2, EDGES)), NODES)
@@ -163,10 +188,11 @@ def test_a_value_that_nothing_rounds_stays() -> None:
 
 
 @pytest.mark.parametrize("model", [Returned, Compared])
-def test_a_value_of_which_a_reader_needs_all_bits_stays(model: type[nn.Module]) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_a_value_of_which_a_reader_needs_all_bits_stays(precision: str, model: type[nn.Module]) -> None:
     torch.manual_seed(0)
     made, given = model().requires_grad_(False), inputs(torch.randint(NODES, (2, EDGES)), NODES)
-    compiled, found = run(made, "fp16", "narrow", given)
-    _, same = run(made, "fp16", "wide", given)
+    compiled, found = run(made, precision, "narrow", given)
+    _, same = run(made, precision, "wide", given)
     assert set(dtypes(compiled)) == {torch.float32}
     assert all(torch.equal(a, b) for a, b in zip(found, same, strict=True))
