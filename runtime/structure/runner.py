@@ -100,6 +100,7 @@ class StructureRunner:
             The structure graph's outputs, in new tensors; and a function that inserts them into the cache.
         """
         inserts: list[Callable[[], None]] = []
+        self._last = None  # it finds dropped entries for as long as somebody holds them
 
         def rebuilt(key: tuple[Any, ...], build: Callable[[], Any]) -> Entry:
             entry, insert = self.cache.rebuild(key, build)
@@ -109,6 +110,7 @@ class StructureRunner:
         def share() -> None:
             for insert in inserts:
                 insert()
+            self._last = None
 
         slots, _ = self._compute(values, rebuilt)
         return self._pick(slots), share

@@ -133,6 +133,19 @@ def test_a_structure_that_is_rebuilt_is_seen_once_it_is_shared():
     assert calls == [3] * len(calls) and len(runner.cache) == len(calls)
 
 
+def test_a_structure_that_is_rebuilt_is_seen_where_somebody_holds_the_entries_of_before():
+    values = inputs()
+    runner = StructureRunner(weighted_structure())
+    runner(*values)
+    before = list(runner.cache._entries.values())
+    outputs, share = runner.rebuild(*values)
+    meanwhile = runner(*values)
+    between = list(runner.cache._entries.values())
+    assert not set(between) & set(before) and meanwhile[0] is not outputs[0]
+    share()
+    assert all(a is b for a, b in zip(runner(*values)[:3], outputs[:3], strict=True))
+
+
 def test_fresh_graphs_leave_nothing_behind():
     runner = StructureRunner(weighted_structure())
     for step in range(50):
