@@ -33,12 +33,18 @@ def biased(x: Tensor, y: Tensor, count: Tensor) -> Tensor:
     return (torch.cat([x, y], 1) + torch.arange(2 * x.shape[1], dtype=torch.float32, device=x.device)).relu()
 
 
+def nested(x: Tensor, y: Tensor, count: Tensor) -> Tensor:
+    first = torch.cat([torch.cat([x, y], 1).relu(), x * y], 1)
+    return torch.cat([first[:, x.shape[1] :] + 1, y / count], 1)
+
+
 BODIES: dict[str, Body] = {
     "deviation": deviation,
     "norm": norm,
     "chosen": chosen,
     "towers": towers,
     "biased": biased,
+    "nested": nested,
 }
 
 

@@ -78,6 +78,17 @@ __device__ __forceinline__ T one_of_four(const T* row, int column) {
   return *reinterpret_cast<const T*>(&bits);
 }
 
+// Returns the four elements of a row that begins on 16 bytes, from `column`, a multiple of four, on; zeros if not
+// kLoads.
+template <bool kLoads, class T>
+__device__ __forceinline__ Vector<T, 4> four_if(const T* row, int column) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "four elements are two or four words");
+  using Words = typename Select<sizeof(T) == 4, uint4, uint2>::Type;
+  Words words = {};
+  if constexpr (kLoads) words = __ldca(reinterpret_cast<const Words*>(row + column));
+  return *reinterpret_cast<const Vector<T, 4>*>(&words);
+}
+
 // Stores 4, 8 or 16 bytes at once. kStreams: no kernel gathers these bytes, and 16-byte stores are marked to be evicted
 // from L2 first.
 template <bool kStreams, class T, int kCount>

@@ -4,8 +4,10 @@
 // that branch and join again, masks, and values side by side in one row, which no row program has.
 //
 // Layout: operands are rows of FP32 or a 16-bit type, a fixed stride apart, or constants; the result is rows of T,
-// kStride elements apart. A body is a functor of sparse/edge.cuh that reads the row `edge` of its operands.
-// Traffic: each operand and the result once, in FP32 or 16 bits. Floor: these bytes at copy bandwidth.
+// kStride elements apart. A body is a functor of sparse/edge.cuh that reads the row `edge` of its operands. One that is
+// called for neighbours has parts, the columns of each up to end(part): the neighbours lie in one, so that they take
+// one branch and their loads are one. Traffic: each operand and the result once, in FP32 or 16 bits. Floor: these bytes
+// at copy bandwidth.
 //
 // Launch: blocks of 256 threads, one for every kTogether neighbouring elements of the result.
 
@@ -18,6 +20,19 @@ struct RowBodyArgs {
   int64_t rows;
 };
 
+// Computes neighbouring columns, which lie in one part of the body from kPart on.
+template <int kPart, int kTogether, class T, class Body>
+__device__ __forceinline__ void compute(const Body& body, int64_t row, int column, Vector<T, kTogether>& stored) {
+  if constexpr (kPart + 1 < Body::kParts) {
+    if (column >= Body::end(kPart)) return compute<kPart + 1>(body, row, column, stored);
+  }
+  static_assert(kTogether == 4, "a body is called for four neighbours");
+  float values[4];
+  body.template operator()<kPart>(0, 0, row, nullptr, column, values);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) stored.v[k] = step::from_float<T>(values[k]);
+}
+
 template <int kWidth, int kStride, int kTogether, class T, class Body>
 __global__ void __launch_bounds__(256) row_body(RowBodyArgs args, Body body) {
   begin_kernel();
@@ -28,11 +43,12 @@ __global__ void __launch_bounds__(256) row_body(RowBodyArgs args, Body body) {
   if (row >= args.rows) return;
   const int column = static_cast<int>(index % kEach) * kTogether;
   Vector<T, kTogether> stored;
-#pragma unroll
-  for (int k = 0; k < kTogether; ++k) {
+  if constexpr (kTogether > 1) {
+    compute<0>(body, row, column, stored);
+  } else {
     float value[1];
-    body(0, 0, row, nullptr, column + k, value);
-    stored.v[k] = step::from_float<T>(value[0]);
+    body(0, 0, row, nullptr, column, value);
+    stored.v[0] = step::from_float<T>(value[0]);
   }
   *reinterpret_cast<Vector<T, kTogether>*>(static_cast<T*>(args.out) + row * kStride + column) = stored;
 }

@@ -1,5 +1,7 @@
 """Places of elements in the values of a body, as C++ expressions of indices."""
 
+import ast
+import operator
 from math import prod
 from typing import Any
 
@@ -13,11 +15,12 @@ Place = tuple[str, ...]
 
 def places(name: str, shape: tuple[int, ...]) -> Place:
     """Return the place that a flat index stands for in a shape."""
-    found, remaining = [], prod(shape)
+    found, remaining, total = [], prod(shape), prod(shape)
     for size in shape:
+        is_outermost = remaining == total  # less than its size, as the flat index is less than the total
         remaining //= size
         outer = name if remaining == 1 else f"({name} / {remaining})"
-        found.append("0" if size == 1 else outer if len(found) == 0 else f"({outer} % {size})")
+        found.append("0" if size == 1 else outer if is_outermost else f"({outer} % {size})")
     return tuple(found)
 
 
@@ -60,8 +63,30 @@ def number_of(value: Any) -> str:
 
 def is_in_vector(index: str) -> bool:
     """Return whether an index of a row is ``column``, moved by a multiple of four (``slice``, ``cat``)."""
-    if index == "column":
-        return True
-    inner = index.removeprefix("(").removesuffix(")")
-    moved = inner.removesuffix(" + 1 * column").removeprefix("column - ")
-    return moved != inner and moved.isdecimal() and int(moved) % 4 == 0
+    form = _linear_form(ast.parse(index, mode="eval").body)
+    return form is not None and form[0] == 1 and form[1] % 4 == 0
+
+
+def is_column(index: str) -> bool:
+    """Return whether an index is ``column``."""
+    return _linear_form(ast.parse(index, mode="eval").body) == (1, 0)
+
+
+def _linear_form(index: ast.expr) -> tuple[int, int] | None:
+    """Return the factor of ``column`` and the summand of an index; None where it is not linear in it."""
+    match index:
+        case ast.Name("column"):
+            return 1, 0
+        case ast.Constant(int(number)):
+            return 0, number
+        case ast.BinOp(left, ast.Add() | ast.Sub() as sign, right):
+            terms = _linear_form(left), _linear_form(right)
+            combine = operator.add if isinstance(sign, ast.Add) else operator.sub
+            return None if None in terms else tuple(map(combine, *terms))
+        case ast.BinOp(ast.Constant(int(one)), ast.Mult(), right):
+            form = _linear_form(right)
+            return None if form is None else (one * form[0], one * form[1])
+        case ast.BinOp(left, ast.Mult(), ast.Constant(int(other))):
+            form = _linear_form(left)
+            return None if form is None else (form[0] * other, form[1] * other)
+    return None

@@ -8,6 +8,7 @@ What follows reads their results.
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -35,7 +36,7 @@ from gnnc.runtime.cuda.kernels.body_places import (
     number_of,
     places,
 )
-from gnnc.runtime.cuda.kernels.body_scope import Scope, statements
+from gnnc.runtime.cuda.kernels.body_scope import NO, Neighbours, Scope, operator, statements
 from gnnc.runtime.cuda.kernels.body_stages import (
     AT,
     VECTOR,
@@ -116,12 +117,13 @@ class BodyWriter:
         self.reads: set[int | str] = set()
         self.long = long_values(self.module.graph, self.shapes)
         self.in_vectors = False
+        self.neighbours: Neighbours | None = None
         self.rows = self._fetched() if has_stages(self.module.graph, self.shapes) else {}
 
     def write(self, *, in_vectors: bool = False) -> Functor:
         """Return the body as a functor, which is called for four neighbours if ``in_vectors``."""
         self._check_operands()
-        self.in_vectors = in_vectors
+        self.neighbours = Neighbours() if in_vectors else None
         results = body_values(self.module.graph)
         scope, widths = Scope(), set()
         for number, result in enumerate(results):
@@ -181,9 +183,7 @@ class BodyWriter:
         lines = [
             *(members or ["int64_t nothing;"]),
             *(declared(list(self.stages.values()), list(self.rows.values()), layout) if layout else ()),
-            f"__device__ void operator()({AT}, int column, float* values) const {{",
-            *(f"  {line}" for line in scope.lines),
-            "}",
+            *(operator if self.neighbours is None else self.neighbours.operator)(AT, scope.lines),
         ]
         return "".join(f"  {line}\n" for line in lines)
 
@@ -211,7 +211,7 @@ class BodyWriter:
 
     def _text(self, node: Node, place: Place, scope: Scope) -> str:
         if node.op == "placeholder" and node not in self.long:
-            return self._load(str(node.target), place)
+            return self._load(str(node.target), place, scope)
         if node in self.long or (is_sum(node, self.shapes) and self._is_of_edges(node)):
             return self._staged(node, place)
         return self._computed(node, place, scope)
@@ -219,7 +219,7 @@ class BodyWriter:
     def _computed(self, node: Node, place: Place, scope: Scope) -> str:
         """Return an element of an operand, or of an op's result, computed from elements of its operands."""
         if node.op == "placeholder":
-            return self._load(str(node.target), place)
+            return self._load(str(node.target), place, scope)
         target = str(node.target)
         if target == "gnnc.gemm.default":
             return self._linear(node, place, scope)
@@ -239,7 +239,7 @@ class BodyWriter:
             return self._gradient(name, node, place, scope)
         raise Refusal(f"the body calls {target}")
 
-    def _load(self, name: str, place: Place) -> str:
+    def _load(self, name: str, place: Place, scope: Scope) -> str:
         shape = self.operands[name].shape
         if name[0] == "c":
             return f"step::as_float({name}[{flat(place, tuple(map(int, shape)))}])"
@@ -250,9 +250,10 @@ class BodyWriter:
             kind = TYPES[self.operands[name].dtype]
             return f"step::as_float(reinterpret_cast<const {kind}*>(results + {row_of(name)})[{inner}])"
         row = f"{name} + {row} * {self.strides[name]}"
-        has_vectors = self.in_vectors and self.operands[name].element_size() > 1
+        has_vectors = (self.in_vectors or self.neighbours) and self.operands[name].element_size() > 1
         if has_vectors and self._row(name).piece == VECTOR and is_in_vector(inner):
-            return f"step::as_float(one_of_four({row}, {inner}))"
+            one = f"step::as_float(one_of_four({row}, {inner}))"
+            return one if self.neighbours is None else self.neighbours.load(row, inner, scope)
         return f"step::as_float(({row})[{inner}])"
 
     def _row(self, name: str) -> Row:
@@ -381,19 +382,18 @@ class BodyWriter:
         if dim == 0:
             raise Refusal("the body concatenates edges")
         self.count += 1
-        name, start, branches = f"v{self.count}", 0, []
+        name, start = f"v{self.count}", 0
         scope.lines.append(f"float {name};")
-        for part in parts:
-            size = self.shapes[part][dim]
-            inner = Scope(scope)
-            at = (*place[:dim], f"({place[dim]} - {start})", *place[dim + 1 :])
-            value = self.value(part, at, inner)
-            branches.append((f"{place[dim]} < {start + size}", [*inner.lines, f"{name} = {value};"]))
-            start += size
-        for number, (condition, lines) in enumerate(branches):
-            last = number == len(branches) - 1
-            head = "{" if last and number else f"if ({condition}) {{"
-            scope.lines.append(("else " if number else "") + head + " " + " ".join(lines) + " }")
+        ends = list(accumulate(self.shapes[part][dim] for part in parts))
+        is_cut = self.neighbours is not None and self.neighbours.cut(place[dim], ends, scope)
+        for number, (part, end) in enumerate(zip(parts, ends, strict=True)):
+            inner = Scope(scope, number if is_cut else NO)
+            index = f"({place[dim]} - {start})" if start else place[dim]
+            value, start = self.value(part, (*place[:dim], index, *place[dim + 1 :]), inner), end
+            condition = f"kPart == {number}" if is_cut else f"{place[dim]} < {end}"
+            head = "" if number and end == ends[-1] else f"if ({condition}) "
+            lines = " ".join([*inner.lines, f"{name} = {value};"])
+            scope.lines.append(f"{'else ' if number else ''}{head}{{ {lines} }}")
         return name
 
     def _linear(self, node: Node, place: Place, scope: Scope) -> str:

@@ -240,7 +240,7 @@ class _DerivativeWriter(BodyWriter):
             raise Refusal("a derivative of the body has a sum, or a product with a weight")
         return scope.lines, value
 
-    def _load(self, name: str, place: Place) -> str:
+    def _load(self, name: str, place: Place, scope: Scope) -> str:
         if flat(place[1:], tuple(int(size) for size in self.operands[name].shape[1:])) != self.index:
             raise Refusal(f"a derivative of the body reads {name} elsewhere than in its own column")
         return self.texts[name]
@@ -298,13 +298,13 @@ class _LogitWriter(BodyWriter):
             raise Refusal("the body is not one sum")
         return sums[0]
 
-    def _load(self, name: str, place: Place) -> str:
+    def _load(self, name: str, place: Place, scope: Scope) -> str:
         """Return a value that a thread has: of its column of both rows, of the edge, or of a constant."""
         is_term = len(self.place) > 0 and self.place[-1] == "column"
         if name[0] == "c":
             if not is_term:
                 raise Refusal("a constant is behind the sum of the body")
-            load = super()._load(name, place)
+            load = super()._load(name, place, scope)
             return f"c[{self.loads.setdefault(load, len(self.loads))}]"
         index = flat(place[1:], tuple(int(size) for size in self.operands[name].shape[1:]))
         if name in _ROWS and is_term and index == self.row_index:

@@ -1,6 +1,7 @@
 """Bodies as C++ compute what the bodies compute: the text is compiled for the CPU, so no GPU is needed."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 
@@ -253,3 +254,13 @@ def test_a_scale_of_elu_given_by_keyword_is_refused() -> None:
     operands = {"j0": torch.empty(9, 6, device="meta")}
     with pytest.raises(Refusal, match="scales an elu"):
         write_body("t0 = aten.elu.default(j0, scale=2.0); return t0", operands, {"j0": 6})
+
+
+def test_neighbours_of_a_concatenation_take_one_load() -> None:
+    """A load in a branch of some columns stays one: its index may lie outside in other columns."""
+    text = "t0 = aten.cat.default([e0, e1], 1); t1 = aten.relu.default(t0); return t1"
+    for width, loads in ((64, {"four_if<kPart == 0>(e0", "four_if<kPart == 1>(e1"}), (62, set())):
+        given = {name: torch.empty(9, width, device="meta") for name in ("e0", "e1")}
+        written = write_body(text, given, {"e0": 64, "e1": 64}, in_vectors=True).text
+        assert set(re.findall(r"four_if<[^>]*>\(e\d", written)) == loads
+        assert f"kParts = {len(loads) or 1}" in written and ("column < 62" in written) != bool(loads)
