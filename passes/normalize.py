@@ -36,7 +36,7 @@ from gnnc.ir.source import wants_gradient
 from gnnc.passes.base import Context, Property
 from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes
 from gnnc.passes.rewrite.output_layout import contiguous_outputs, restore_contiguous_outputs
-from gnnc.torch_private import OpOverload, schema
+from gnnc.torch_private import OpOverload, schema, statically_known_true
 
 aten = torch.ops.aten
 
@@ -69,6 +69,7 @@ _VIEWS = (
     "aten.slice.Tensor",
     "aten.flatten.using_ints",
 )
+_RESHAPES = ("aten.reshape.default", *_DENSE_VIEWS, "aten.unsqueeze.default")
 _DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
 _CASTS = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other")
 _SPLITS = (
@@ -287,6 +288,17 @@ def _view(node: Node) -> Node | None:
     return source if same_shape(shape_of(node), shape_of(source)) else None
 
 
+def only_index(node: Node) -> Node | None:
+    """Return the value that a view gave a dimension of one index, if ``node`` selects this index."""
+    if str(node.target) != "aten.select.int":
+        return None
+    view, dim = unpack(node, "self", "dim")
+    if str(view.target) not in _RESHAPES or not statically_known_true(shape_of(view)[dim] == 1):
+        return None
+    source = first_operand(view)
+    return source if same_shape(shape_of(node), shape_of(source)) else None
+
+
 def _permutation(node: Node) -> Node | None:
     """Return the operand of a permutation that moves no dimension."""
     if str(node.target) == "aten.permute.default":
@@ -349,7 +361,16 @@ def _once(node: Node) -> Node | None:
     return source if same else None
 
 
-_RULES: tuple[Callable[[Node], Any], ...] = (_copy, _view, _permutation, _cast, _dropout, _times_one, _once)
+_RULES: tuple[Callable[[Node], Any], ...] = (
+    _copy,
+    _view,
+    only_index,
+    _permutation,
+    _cast,
+    _dropout,
+    _times_one,
+    _once,
+)
 
 
 def _is_plain_full(node: Node) -> bool:

@@ -42,6 +42,7 @@ from gnnc.passes.edges.shared_values import SharedValues
 from gnnc.passes.edges.softmax import as_softmax, readers
 from gnnc.passes.edges.split_products import split_products
 from gnnc.passes.edges.typed_products import lift_typed_products
+from gnnc.passes.normalize import only_index
 from gnnc.passes.rewrite.node_builder import is_of_model
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
@@ -73,12 +74,24 @@ class Raise:
         _raise_scatters(gm, regions, lambda node: True)
         _raise_edge_outputs(gm, regions, ctx, lambda node: True)
         _raise_products(gm, regions, ctx)
+        _drop_added_dimensions(gm)
         gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         join_messages(gm, regions.builder, ctx)
         compose_moves(gm, regions.builder, regions.sizes, _structural(gm), ctx)
         _note_leftovers(gm, regions, ctx)
         gm.meta["index_bounds"] = [*gm.meta.get("index_bounds", ()), *index_bounds(gm, uses)]
         return gm
+
+
+def _drop_added_dimensions(gm: fx.GraphModule) -> None:
+    """Read what a view gave a dimension of one index, where this index is selected (PNA's only tower).
+
+    Nodes of edges are between both in the captured graph; those of the node tables follow each other.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.select.int):
+        source = only_index(node)
+        if source is not None:
+            node.replace_all_uses_with(source)
 
 
 def _plan(gm: fx.GraphModule, regions: Regions) -> None:

@@ -1,7 +1,5 @@
 """Fuse: which nodes become one kernel, which do not and why, and that no bit changes."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from gnn_graphs import (
@@ -166,15 +164,12 @@ def test_a_product_of_the_same_matrix_stays_behind_what_stands_between():
 
 
 def test_a_backend_joins_as_many_products_as_its_kernel_has():
-    def joins(dtype: torch.dtype, columns: int, widths: Sequence[int]) -> bool:
-        return (dtype, columns) == (torch.int8, 32) and sum(widths) <= limit
-
     def build(b):
         return [b.linear(b.x, width, name=f"w{width}") for width in (20, 21, 22, 23)]
 
     for limit, expected in ((20, 4), (41, 3), (45, 2), (100, 1)):
-        gm, _ = fused(one(build), target=Target(joins_products=joins))
-        assert kinds(gm).count("gemm") == expected, limit
+        target = Target(joins_products=lambda dtype, columns, widths, most=limit: sum(widths) <= most)
+        assert kinds(fused(one(build), target=target)[0]).count("gemm") == expected, limit
 
 
 def test_products_that_are_added_up_stay_apart_and_one_adds_the_other():
