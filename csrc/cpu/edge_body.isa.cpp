@@ -54,19 +54,44 @@ GNNC_INLINE void map_rows(int64_t edges, const View& to, const Function& f, cons
   }
 }
 
+// Copies rows of `edges` edges; row_of(e) returns that of an edge. Few whole vectors take no loop over columns, which
+// would cost more than to copy them.
+template <typename RowOf>
+GNNC_INLINE void copy_rows(const View& to, int64_t edges, int64_t width, const RowOf& row_of) {
+  const auto whole = [&]<int kVectors>() {
+    for (int64_t e = 0; e < edges; ++e) {
+      const float* from = row_of(e);
+      float* row = to.row(e);
+      each<kVectors>([&](auto v) __attribute__((always_inline)) { store(row + v * kLanes, load(from + v * kLanes)); });
+    }
+  };
+  if (width == kLanes) return whole.template operator()<1>();
+  if (width == 2 * kLanes) return whole.template operator()<2>();
+  if (width == 4 * kLanes) return whole.template operator()<4>();
+  for (int64_t e = 0; e < edges; ++e) {
+    const float* from = row_of(e);
+    float* row = to.row(e);
+    for_columns(width, [&](int64_t c, auto n) { store(row + c, load(from + c, n)); });
+  }
+}
+
 void load_rows(const Tile& t, const BodyStep& in) {
   const BodyOperand& operand = t.args.operands[in.a][static_cast<size_t>(in.b)];
   const View to = t.view(in.to);
-  const int32_t* ids = in.a == 0 ? t.rows.data() : in.a == 1 ? t.args.csr.col + t.first_edge : nullptr;
-  for (int64_t e = 0; e < t.edges; ++e) {
-    if (in.a == 1 && e + kAhead < t.edges) {
-      const float* ahead = operand.data + ids[e + kAhead] * operand.stride;
-      for (int64_t c = 0; c < operand.width; c += 16) __builtin_prefetch(ahead + c);
-    }
-    const float* from = operand.data + (ids == nullptr ? t.first_edge + e : ids[e]) * operand.stride;
-    float* row = to.row(e);
-    for_columns(operand.width, [&](int64_t c, auto n) { store(row + c, load(from + c, n)); });
+  const float* data = operand.data;
+  const int64_t stride = operand.stride, width = operand.width;
+  if (in.a == 2) {
+    data += t.first_edge * stride;
+    return copy_rows(to, t.edges, width, [=](int64_t e) { return data + e * stride; });
   }
+  const int32_t* ids = in.a == 0 ? t.rows.data() : t.args.csr.col + t.first_edge;
+  if (in.a == 0) return copy_rows(to, t.edges, width, [=](int64_t e) { return data + ids[e] * stride; });
+  const int64_t last = t.edges - 1;
+  copy_rows(to, t.edges, width, [=](int64_t e) __attribute__((always_inline)) {
+    const float* ahead = data + ids[std::min(e + kAhead, last)] * stride;
+    for (int64_t c = 0; c < width; c += 16) __builtin_prefetch(ahead + c);
+    return data + ids[e] * stride;
+  });
 }
 
 // Loads rows of a table. The ids were checked, but may be written meanwhile: those out of range read the first row.
@@ -83,21 +108,33 @@ void load_chosen(const Tile& t, const BodyStep& in) {
   }
 }
 
+// Moves a run of the rows of all edges; value(x, c, n) returns its values from column c on.
+template <typename Value>
+GNNC_INLINE void move_run(const View& to, const View& from, const Run& run, int64_t edges, const Value& value) {
+  float* at = to.data + run.to;
+  const float* x = from.data + run.from;
+  const auto rows = [&](const auto& row) {
+    for (int64_t e = 0; e < edges; ++e, at += to.stride, x += from.stride) row();
+  };
+  if (run.length == kLanes) return rows([&] { store(at, value(x, 0, Whole{})); });
+  if (run.length < kLanes) {
+    const Tail n{run.length};
+    return rows([&] { store(at, value(x, 0, n), n); });
+  }
+  rows([&] { for_columns(run.length, [&](int64_t c, auto n) { store(at + c, value(x, c, n), n); }); });
+}
+
 void move(const Tile& t, const BodyStep& in, int64_t edges) {
   const View to = t.view(in.to), from = t.view(in.a);
   const Run* runs = t.args.runs.data() + in.b;
-  for (int64_t e = 0; e < edges; ++e) {
-    float* row = to.row(e);
-    const float* values = from.row(e);
-    for (const Run* run = runs; run < runs + in.c; ++run) {
-      float* at = row + run->to;
-      const float* x = values + run->from;
-      if (run->step == 1) {
-        for_columns(run->length, [&](int64_t c, auto n) { store(at + c, load(x + c, n), n); });
-      } else if (run->step == 0) {
-        for_columns(run->length, [&](int64_t c, auto n) { store(at + c, splat(*x), n); });
-      } else {
-        for (int64_t i = 0; i < run->length; ++i) at[i] = x[i * run->step];
+  for (const Run* run = runs; run < runs + in.c; ++run) {
+    if (run->step == 1) {
+      move_run(to, from, *run, edges, [](const float* x, int64_t c, auto n) { return load(x + c, n); });
+    } else if (run->step == 0) {
+      move_run(to, from, *run, edges, [](const float* x, int64_t, auto) { return splat(*x); });
+    } else {
+      for (int64_t e = 0; e < edges; ++e) {
+        for (int64_t i = 0; i < run->length; ++i) to.row(e)[run->to + i] = from.row(e)[run->from + i * run->step];
       }
     }
   }
@@ -226,22 +263,42 @@ void fold_side_by_side(const Tile& t, const BodyStep& in, int64_t edges) {
   }
 }
 
+// Writes the results of `count` vectors, at most 16, each of whose lanes are added up.
+GNNC_INLINE void write_sums(const Group& group, float* const* to, int64_t count) {
+  alignas(64) float sums[16];
+  group.sums(sums);
+  for (int64_t i = 0; i < count; ++i) *to[i] = sums[i];
+}
+
+// Adds up `terms` neighbouring values for each column of the result, 16 results at once.
+void fold_sums(const View& to, const View& x, int64_t terms, int64_t edges) {
+  Group group{};
+  float* results[16];
+  int64_t count = 0;
+  for (int64_t e = 0; e < edges; ++e) {
+    const float* values = x.row(e);
+    float* row = to.row(e);
+    for (int64_t i = 0; i < to.width; ++i, values += terms) {
+      Floats total{};
+      for_columns(terms, [&](int64_t c, auto n) { total += load(values + c, n); });
+      group.set(count, total);
+      results[count++] = row + i;
+      if (count == 16) write_sums(group, results, count), count = 0;
+    }
+  }
+  if (count > 0) write_sums(group, results, count);
+}
+
 void fold(const Tile& t, const BodyStep& in, int64_t edges) {
   if (in.d > 1) return fold_side_by_side(t, in, edges);
   const View to = t.view(in.to), x = t.view(in.a);
+  if (in.c == 0) return fold_sums(to, x, in.b, edges);
   for (int64_t e = 0; e < edges; ++e) {
-    float* row = to.row(e);
     for (int64_t i = 0; i < to.width; ++i) {
       const float* values = x.row(e) + i * in.b;
-      if (in.c == 0) {
-        Floats total{};
-        for_columns(in.b, [&](int64_t c, auto n) { total += load(values + c, n); });
-        row[i] = sum(total);
-      } else {
-        float top = values[0];
-        for (int64_t c = 1; c < in.b; ++c) top = values[c] > top || values[c] != values[c] ? values[c] : top;
-        row[i] = top;
-      }
+      float top = values[0];
+      for (int64_t c = 1; c < in.b; ++c) top = values[c] > top || values[c] != values[c] ? values[c] : top;
+      to.row(e)[i] = top;
     }
   }
 }
@@ -257,6 +314,28 @@ void narrow(const Tile& t, const BodyStep& in, int64_t edges) {
   }
 }
 
+// Multiplies rows by a weight of one column, and adds the summand: dot products, the lanes of 16 of which are added up
+// at once.
+void multiply_by_column(const BodyWeight& w, const Rows& x, int64_t edges, const Rows& summand, const RowsOut& out) {
+  const float* weight = values_of(w);
+  Group group{};
+  alignas(64) float sums[16];
+  for (int64_t first = 0; first < edges; first += 16) {
+    const int64_t count = std::min<int64_t>(16, edges - first);
+    for (int64_t i = 0; i < count; ++i) {
+      const float* row = x.data + (first + i) * x.stride;
+      Floats total{};
+      for_columns(w.inputs, [&](int64_t c, auto n) { total = fused(load(row + c, n), load(weight + c, n), total); });
+      group.set(i, total);
+    }
+    group.sums(sums);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t e = first + i;
+      out.data[e * out.stride] = summand.data == nullptr ? sums[i] : sums[i] + summand.data[e * summand.stride];
+    }
+  }
+}
+
 void multiply(const Tile& t, const BodyStep& in, int64_t edges) {
   const BodyWeight& w = t.args.weights[static_cast<size_t>(in.b)];
   const View to = t.view(in.to), x = t.view(in.a);
@@ -266,6 +345,10 @@ void multiply(const Tile& t, const BodyStep& in, int64_t edges) {
     if (w.format != BodyFormat::f32) {
       const float* rows = x.data + h * narrow_floats(w.format, w.inputs);
       multiply_low({w, {rows, x.stride}, edges, summand, {to.data + h * w.outputs, to.stride}});
+      continue;
+    }
+    if (w.outputs == 1) {
+      multiply_by_column(w, {x.data + h * w.inputs, x.stride}, edges, summand, {to.data + h, to.stride});
       continue;
     }
     const Factor a{x.data + h * w.inputs, x.stride, 1, edges}, b{values_of(w), padded_outputs(w), 1, w.inputs};

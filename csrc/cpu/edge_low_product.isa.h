@@ -77,7 +77,12 @@ inline void pack_bf16(const BodyWeight& w) {
   }
 }
 
+// Packs a weight of floats; one of a single column is a row, which multiply_by_column reads.
 inline void pack_floats(const BodyWeight& w) {
+  if (w.outputs == 1) {
+    for (int64_t k = 0; k < w.inputs; ++k) values_of(w)[k] = weight_at<float>(w, k, 0);
+    return;
+  }
   for (int64_t k = 0; k < w.inputs; ++k) {
     for (int64_t n = 0; n < w.outputs; ++n) put(w, k, n, 1, weight_at<float>(w, k, n));
   }
