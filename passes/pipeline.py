@@ -7,6 +7,7 @@ from gnnc.passes.exact_values import ExactValues
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.gradient_sums import GradientSums
 from gnnc.passes.hoist import Hoist
+from gnnc.passes.inline_edges import InlineEdges
 from gnnc.passes.int32_columns import Int32Columns
 from gnnc.passes.join_bodies import JoinBodies
 from gnnc.passes.join_sums import JoinSums
@@ -42,6 +43,7 @@ PIPELINE: tuple[Pass, ...] = (
     StaticFeatures(),  # features that stay are quantized once a training run
     Partition(),  # forward and backward become graphs of their own
     ShareSteps(),  # what bodies of gradients compute alike is stored, where kernels run one body a pass
+    InlineEdges(),  # edge values that bodies alone read are computed in these bodies
     JoinBodies(),  # bodies of the same edges run in one pass over them
     JoinSums(),  # a product over all edges adds up its sides, too
     Fuse(),  # producer, elementwise and requantization become one call

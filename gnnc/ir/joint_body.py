@@ -36,6 +36,10 @@ class JointBody:
                 copies[node] = self._call(node, copies)
         return [copies[value] for value in body_values(graph)]
 
+    def provide(self, operand: Node, value: Node) -> None:
+        """Let bodies that are added later read a value of the graph in place of an operand by edge."""
+        self._known[KINDS.index("e"), operand] = value
+
     def _operand(self, kind: int, operand: Node) -> Node:
         if (kind, operand) not in self._known:
             self._known[kind, operand] = self.graph.placeholder(f"{KINDS[kind]}{len(self.operands[kind])}")
@@ -54,7 +58,7 @@ class JointBody:
             self._known[key] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         return self._known[key]
 
-    def text(self, results: list[Node]) -> str:
+    def text(self, results: Node | list[Node]) -> str:
         """Return the text of the body that returns ``results``."""
         self.graph.output(results)
         return body_text(self.graph)
