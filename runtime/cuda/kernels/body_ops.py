@@ -1,5 +1,11 @@
 """C++ of the elementwise ops of a body: their texts, by the name of the ATen op."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from gnnc.runtime.cuda.kernels.body_places import number_of
+from gnnc.runtime.row_program.build import Refusal
+
 UNARY = {
     "relu": "larger_or_nan({0}, 0.0f)",
     "sigmoid": "__fdividef(1.0f, 1.0f + expf(-{0}))",
@@ -62,7 +68,29 @@ GRADIENTS = {
     "elu_backward": ("self_or_result", "({x} > 0.0f ? {grad} : {grad} * {alpha} * expf({x}))"),
 }
 """Gradients of activations: the schema name of their second operand, and the text."""
-OF_RESULT = {"elu_backward": "({x} > 0.0f ? {grad} : {grad} * ({x} + {alpha}))"}
+_OF_RESULT = {"elu_backward": "({x} > 0.0f ? {grad} : {grad} * ({x} + {alpha}))"}
 """Text of the gradients that read the activation's result in place of its operand."""
-PLAIN_OPTIONS = {"beta": 1, "scale": 1, "input_scale": 1, "approximate": "none"}
+_PLAIN_OPTIONS = {"beta": 1, "scale": 1, "input_scale": 1, "approximate": "none"}
 """Options of activations that a body has one value of."""
+
+
+def gradient(name: str, given: Mapping[str, Any], grad: str, x: str) -> str:
+    """Return the C++ of the gradient of an activation.
+
+    Args:
+        name: the op.
+        given: its arguments, by name.
+        grad: the gradient of the activation's result.
+        x: the value that the op reads beside it.
+
+    Raises:
+        Refusal: an option of the activation is not the plain one.
+    """
+    if any(given.get(option, plain) != plain for option, plain in _PLAIN_OPTIONS.items()):
+        raise Refusal(f"the body has a {name} with options")
+    numbers = {key: number_of(value) for key, value in given.items() if isinstance(value, int | float)}
+    sigmoid = f"(1.0f / (1.0f + expf(-{x})))"
+    normal = f"(0.5f * (1.0f + erff({x} * 0.70710678118654752f)))"
+    text = GRADIENTS[name][1]
+    text = _OF_RESULT.get(name, text) if given.get("is_result") else text
+    return text.format(**numbers, grad=grad, x=x, sigmoid=sigmoid, normal=normal)

@@ -21,11 +21,10 @@ from gnnc.runtime.cuda.kernels.body_forms import decomposed
 from gnnc.runtime.cuda.kernels.body_ops import (
     BINARY,
     GRADIENTS,
-    OF_RESULT,
-    PLAIN_OPTIONS,
     POWERS,
     SECOND,
     UNARY,
+    gradient,
 )
 from gnnc.runtime.cuda.kernels.body_places import (
     Place,
@@ -281,18 +280,9 @@ class BodyWriter:
         return BINARY[name].format(left, right)
 
     def _gradient(self, name: str, node: Node, place: Place, scope: Scope) -> str:
-        second, text = GRADIENTS[name]
-        given = arguments(node)
-        if any(given.get(option, plain) != plain for option, plain in PLAIN_OPTIONS.items()):
-            raise Refusal(f"the body has a {name} with options")
-        grad, x = (self._operand(node, operand, place, scope) for operand in ("grad_output", second))
-        numbers = {key: number_of(value) for key, value in given.items() if isinstance(value, int | float)}
-        sigmoid, normal = (
-            f"(1.0f / (1.0f + expf(-{x})))",
-            f"(0.5f * (1.0f + erff({x} * 0.70710678118654752f)))",
-        )
-        text = OF_RESULT.get(name, text) if given.get("is_result") else text
-        return text.format(**numbers, grad=grad, x=x, sigmoid=sigmoid, normal=normal)
+        names = "grad_output", GRADIENTS[name][0]
+        grad, x = (self._operand(node, operand, place, scope) for operand in names)
+        return gradient(name, arguments(node), grad, x)
 
     def _reshaped(self, node: Node, place: Place) -> Place:
         source = self.shapes[first_operand(node)]
