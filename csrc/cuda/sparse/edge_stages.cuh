@@ -378,7 +378,7 @@ struct HalfProduct {
   // Computes sixteen columns of the operand, from k on: a fragment.
   template <int kStage, class Tile>
   __device__ __forceinline__ static void operand(uint32_t (&a)[4], const Tile& tile, int k) {
-    const int lane = Tile::lane(), first = k + lane % 4 * 4;
+    const int lane = Tile::lane(), first = k | lane % 4 * 4;  // so that four loads are seen to be one
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float values[4];
