@@ -207,19 +207,23 @@ __global__ void __launch_bounds__(256) message(MessageArgs args, Body body) {
   if (run.slot >= 0) rows.end(run.slot);
 }
 
-// The entries of a run, one in each of the first threads of a warp, and the edges of the run as they follow each other.
+// The entries of a run, one in each of the first threads of a warp, or the only one in all threads, and the edges of
+// the run as they follow each other.
 struct RunEdges {
   static constexpr uint32_t kAll = 0xffffffffu;
   int32_t row, count, end;  // end: edges of this entry and of those before it
   int64_t first;
+  bool is_one;  // there is one entry
 
-  __device__ __forceinline__ RunEdges(const Runs& runs, const Run& run) : row(0), count(0), first(0) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    if (lane < run.count) {
-      const Entry entry = load_record(runs.entry + run.first + lane);
+  __device__ __forceinline__ RunEdges(const Runs& runs, const Run& run)
+      : row(0), count(0), first(0), is_one(run.count == 1) {
+    const int lane = static_cast<int>(threadIdx.x % 32), own = is_one ? 0 : lane;
+    if (own < run.count) {
+      const Entry entry = load_record(runs.entry + run.first + own);
       row = entry.row, count = entry.count, first = entry.first;
     }
     end = count;
+    if (is_one) return;
 #pragma unroll
     for (int apart = 1; apart < kMostEntries; apart *= 2) {
       const int32_t before = __shfl_up_sync(kAll, end, apart);
@@ -240,16 +244,19 @@ struct RunEdges {
   __device__ __forceinline__ Edge load(const int32_t* col, int32_t done, int32_t all) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int32_t place = min(done + lane % kTile, all - 1);
-    int which = 0;  // entry in which the edge lies: the number of entries that end before it
+    Edge found{first + place, row, 0, count, 0};
+    int32_t past = end;
+    if (!is_one) {
+      int which = 0;  // entry in which the edge lies: the number of entries that end before it
 #pragma unroll
-    for (int step = kMostEntries / 2; step > 0; step /= 2) {
-      if (__shfl_sync(kAll, end, which + step - 1) <= place) which += step;
+      for (int step = kMostEntries / 2; step > 0; step /= 2) {
+        if (__shfl_sync(kAll, end, which + step - 1) <= place) which += step;
+      }
+      found.row = __shfl_sync(kAll, row, which);
+      found.count = __shfl_sync(kAll, count, which);
+      past = __shfl_sync(kAll, end, which);
+      found.edge = __shfl_sync(kAll, first, which) + (place - (past - found.count));
     }
-    Edge found;
-    found.row = __shfl_sync(kAll, row, which);
-    found.count = __shfl_sync(kAll, count, which);
-    const int32_t past = __shfl_sync(kAll, end, which);
-    found.edge = __shfl_sync(kAll, first, which) + (place - (past - found.count));
     found.source = col[found.edge];
     found.last = __ballot_sync(kAll, lane < kTile && done + lane < all && place + 1 == past);
     return found;
