@@ -9,6 +9,8 @@
 // Values that many columns read, sums over columns and products with weights are computed once an edge, for a tile of
 // edges at a time (edge_stages.cuh): a body with such stages is run by edge_map_tiles and message_tiles. A tile of
 // message holds the edges of several entries of a run, as they follow each other, so that short rows fill it, too.
+// Where all edges of a tile are of one row, a product that the body's value follows from stays in the registers of the
+// threads that multiplied it, and is reduced there.
 // Traffic: an edge: the bytes that the body reads (neighbouring columns share sectors) and 4 B of col; edge_map 4 B of
 // rows and sizeof(T) kWidth B of result an edge, message 4 kWidth B of each result a row and, for each part of a row
 // that is split, 8 B of every column of a state.
@@ -207,6 +209,8 @@ __global__ void __launch_bounds__(256) message(MessageArgs args, Body body) {
   if (run.slot >= 0) rows.end(run.slot);
 }
 
+constexpr uint32_t kLastOfTile = 1u << (kTile - 1);  // RunEdges::Edge::last: the last edge of the tile is one
+
 // The entries of a run, one in each of the first threads of a warp, or the only one in all threads, and the edges of
 // the run as they follow each other.
 struct RunEdges {
@@ -261,6 +265,11 @@ struct RunEdges {
     found.last = __ballot_sync(kAll, lane < kTile && done + lane < all && place + 1 == past);
     return found;
   }
+
+  // Returns whether the edges from `done` on fill a tile, and are of one entry.
+  __device__ static bool is_of_one_row(const Edge& edge, int32_t done, int32_t all) {
+    return done + kTile <= all && (edge.last & kLastOfTile - 1) == 0;
+  }
 };
 
 // The states of the columns of a warp's rows: thread t has the columns 2t and 2t + 1, then 2t + 64 and 2t + 65, ..; of
@@ -290,6 +299,15 @@ struct TileColumns {
     for (int t = 0; t < kEach; ++t) {
       if (column_of(t) < kWidth) visit(state[t], column_of(t));
     }
+  }
+
+  // Calls finish(state, edge, column) for each column of this thread, of a row whose last edge is the last of the tile.
+  template <class Finish>
+  __device__ __forceinline__ void end_row(const Finish& finish) {
+    each([&](Reduce& state, int column) {
+      finish(state, kTile - 1, column);
+      state.start();
+    });
   }
 
   // Takes the first `count` edges of a tile; calls finish(state, edge, column) behind those that have a bit in `last`.
@@ -359,6 +377,72 @@ struct TileColumns {
   }
 };
 
+// The states of a row's columns whose products are in fragments: a thread has two columns of each, of the edges lane /
+// 4 and lane / 4 + 8 of every tile, and eight threads have the same columns.
+template <int kWidth, class Reduce, class Body>
+struct FragmentColumns {
+  static constexpr int kFragments = kWidth / 8, kVectors = Body::kVectors;
+  static_assert(kFragments == 4 || kFragments == 8, "a thread of TileColumns has one column or two");
+  Reduce state[2 * kFragments];
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int i = 0; i < 2 * kFragments; ++i) state[i].start();
+  }
+
+  // Takes all edges of a tile.
+  __device__ __forceinline__ void take(const EdgeTile<Body>& tile, const float (&sum)[kFragments][4]) {
+    const int lane = EdgeTile<Body>::lane();
+#pragma unroll
+    for (int n = 0; n < kFragments; n += 2) {
+      Vector<float, 4> constants[kVectors + 1];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) constants[v] = tile.of_vector(v, n);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int of = n + i / 4, column = 8 * of + lane % 4 * 2 + i % 2;
+        float vectors[kVectors + 1], value[1];
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) vectors[v] = constants[v].v[i / 4 * 2 + i % 2];
+        tile.value(lane / 4 + i % 4 / 2 * 8, column, sum[of][i % 4], vectors, value);
+        state[2 * of + i % 2].take(value);
+      }
+    }
+  }
+
+  // Moves the states to the threads that have their columns in TileColumns, and starts again. Of every two threads,
+  // each takes over half of the columns, three times.
+  __device__ __forceinline__ void move(TileColumns<kWidth, Reduce, Body>& to) {
+    halve<16, kFragments>();
+    halve<8, kFragments / 2>();
+    halve<4, kFragments / 4>();
+    if constexpr (kFragments == 8) {
+      to.state[0].merge(state[0]);
+      to.state[1].merge(state[1]);
+    } else {  // thread 4i + t of eight has column 2t + i
+      const int lane = EdgeTile<Body>::lane();
+      to.state[0].merge(state[0].of_thread((lane & 24) + lane % 2 * 4 + lane % 8 / 2));
+    }
+    start();
+  }
+
+ private:
+  template <int kApart, int kLeft>
+  __device__ __forceinline__ void halve() {
+    const int lane = EdgeTile<Body>::lane();
+    const bool is_upper = (lane & kApart) != 0;
+#pragma unroll
+    for (int i = 0; i < kLeft; ++i) {
+      const Reduce sent = is_upper ? state[i] : state[i + kLeft];
+      if (is_upper) state[i] = state[i + kLeft];
+      state[i].merge(sent.of_thread(lane ^ kApart));
+    }
+  }
+};
+struct NoFragments {
+  __device__ void start() {}
+};
+
 template <int kWidth, int kStride, class Reduce, class Body>
 __global__ void __launch_bounds__(256, 2) message_tiles(MessageArgs args, Body body) {
   begin_kernel();
@@ -378,24 +462,43 @@ __global__ void __launch_bounds__(256, 2) message_tiles(MessageArgs args, Body b
     const RunEdges edges(args.runs, run);
     const int32_t all = edges.total();
     TileColumns<kWidth, Reduce, Body> columns;
+    typename Select<Body::kInFragments, FragmentColumns<kWidth, Reduce, Body>, NoFragments>::Type fragments;
     columns.start();
+    fragments.start();
+    const auto finish = [&](const Reduce& state, int edge, int column) {
+      rows.finish(state, tile.edges->row[edge], tile.edges->count[edge], column);
+    };
     RunEdges::Edge edge{};
     if (all > 0) edge = edges.load(args.runs.col, 0, all);
+    bool of_one_row = edges.is_of_one_row(edge, 0, all);
 #pragma unroll 1
     for (int32_t done = 0; done < all; done += kTile) {
       __syncwarp();  // the edges of the last tile have been read
-      const uint32_t last = edge.last;
+      const uint32_t last = run.slot >= 0 ? 0u : edge.last;
       if (lane < kTile) {
-        note_edge(tile.edges, lane, edge.edge, edge.row, edge.source);
+        if constexpr (Body::kReadsEdges) tile.edges->edge[lane] = edge.edge;
+        tile.edges->row[lane] = edge.row;
+        tile.edges->source[lane] = edge.source;
         tile.edges->count[lane] = edge.count;
       }
       tile.fetch();
       edge = edges.load(args.runs.col, done + kTile, all);
-      tile.compute();
-      columns.take(tile, min(kTile, all - done), run.slot >= 0 ? 0u : last,
-                   [&](const Reduce& state, int edge, int column) {
-                     rows.finish(state, tile.edges->row[edge], tile.edges->count[edge], column);
-                   });
+      if constexpr (Body::kInFragments) {
+        const bool in_registers = of_one_row;
+        of_one_row = edges.is_of_one_row(edge, done + kTile, all);
+        tile.compute([&](const float (&sum)[kWidth / 8][4]) {
+          if (in_registers) fragments.take(tile, sum);
+          return in_registers;
+        });
+        if (in_registers) {
+          if (last != 0 || !of_one_row) fragments.move(columns);
+          if (last != 0) columns.end_row(finish);
+          continue;
+        }
+      } else {
+        tile.compute();
+      }
+      columns.take(tile, min(kTile, all - done), last, finish);
     }
     if (run.slot >= 0) {
       columns.each([&](const Reduce& state, int column) { state.write(rows.staged(run.slot, column), kWidth); });

@@ -12,10 +12,15 @@
 // both padded against bank conflicts. Weights that find no room (kWeightsAt < 0) are read where they lie. Order: every
 // sum is made in an order that depends on the stage alone, not on the kernel, the tile or the edge's place in it: the
 // gradient of a maximum compares its values again. A body declares Rows, base<number>() of each of these operands,
-// Stages, kWarps, kWeightBytes, kPitch and kOperandBytes, and for each of its stages
+// kReadsEdges (the ids of edges), Stages, kWarps, kWeightBytes, kPitch and kOperandBytes, and for each of its stages
 //   column<stage>(row, source, edge, results, column): a column of a product's operand, or of a stored value,
 //   term<stage>(row, source, edge, results, column, k): a term of a column of a sum,
 //   weight<stage>(k, column), bias<stage>(column).
+// Where the body's value follows from the last product column by column (kInFragments), that product need not be
+// stored:
+//   fragment(row, source, edge, results, column, product, vectors, values) gives the value for a product in a register,
+//   vector<number>(column) an element of the kVectors vectors of kVectorWidth constants that it takes. They lie behind
+//   the weights, at kVectorsAt, and of that product's weights kHeld pairs of fragments stay in registers.
 // Floor: FP32 multiply-adds, of which an operand of four columns, read by a whole warp, serves 4 * kTogether; with 16
 // bits the bandwidth of L1: copied rows twice and read once, weights once a tile, results twice in FP32.
 
@@ -39,6 +44,8 @@ template <class... Each>
 struct Stages {};
 template <class... Each>
 struct Rows {};
+template <class T, int kIn, int kOut, int kTo, int kWeightsAt>
+struct HalfProduct;
 
 // Rows of kBytes bytes, kStride bytes apart, of the edges or of their sources, copied in pieces of kPiece bytes.
 template <bool kOfSources, int kBytes, int kStride, int kPiece, int kTo>
@@ -63,6 +70,38 @@ struct Fetched {
   }
 };
 
+// Words from the columns of one thread of four to those of the next, in a vector of constants: their vectors of four
+// lie in different banks. A thread has the columns 8n + 2t and 8n + 2t + 1.
+constexpr int kVectorPitch = 20;
+
+// The first kCount pairs of fragments of the last stage's weights, which stay in registers.
+template <class Stages, int kCount, int kStage = 0>
+struct Held {
+  template <class Tile>
+  __device__ void load(const Tile& tile) {}
+  __device__ static bool get(uint32_t (&b)[4], int number) { return false; }
+};
+template <class First, class Second, class... Rest, int kCount, int kStage>
+struct Held<Stages<First, Second, Rest...>, kCount, kStage> : Held<Stages<Second, Rest...>, kCount, kStage + 1> {};
+template <class T, int kIn, int kOut, int kTo, int kWeightsAt, int kCount, int kStage>
+struct Held<Stages<HalfProduct<T, kIn, kOut, kTo, kWeightsAt>>, kCount, kStage> {
+  using Product = HalfProduct<T, kIn, kOut, kTo, kWeightsAt>;
+  static constexpr int kMost = Product::kShared && Product::kUnrolled ? Product::kPairs : 0;
+  static constexpr int kHeld = kCount < kMost ? kCount : kMost;
+  uint32_t words[kHeld > 0 ? kHeld : 1][4];
+  template <class Tile>
+  __device__ __forceinline__ void load(const Tile& tile) {
+    if constexpr (kHeld > 0) Product::template hold<kStage>(tile, words);
+  }
+  // Returns whether the pair is held.
+  __device__ __forceinline__ bool get(uint32_t (&b)[4], int number) const {
+    if (number >= kHeld) return false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i] = words[number][i];
+    return true;
+  }
+};
+
 // A tile of a warp.
 template <class Body>
 struct EdgeTile {
@@ -77,6 +116,7 @@ struct EdgeTile {
   TileEdges* edges;
   float* results;
   char* operand;
+  Held<typename Body::Stages, Body::kHeld> held;
 
   // Called by the whole block, which then shares the weights.
   __device__ __forceinline__ EdgeTile(const Body& body, int4* memory)
@@ -86,7 +126,9 @@ struct EdgeTile {
     results = reinterpret_cast<float*>(own + sizeof(TileEdges));
     operand = own + sizeof(TileEdges) + kResultBytes;
     load<0>(typename Body::Stages{});
+    if constexpr (Body::kVectors > 0) load_vectors<0>();
     __syncthreads();
+    held.load(*this);
   }
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
@@ -96,11 +138,13 @@ struct EdgeTile {
     __syncwarp();
     fetch<0>(typename Body::Rows{});
   }
-  // Computes all stages of the edges in `edges`, whose rows are being copied. Called by the whole warp.
-  __device__ __forceinline__ void compute() {
+  // Computes all stages of the edges in `edges`, whose rows are being copied. Called by the whole warp. take(sums) is
+  // asked first whether it takes the fragments of the last product, which are stored otherwise.
+  template <class... Take>
+  __device__ __forceinline__ void compute(const Take&... take) {
     wait_for_copies();
     __syncwarp();
-    run<0>(typename Body::Stages{});
+    run<0>(typename Body::Stages{}, take...);
   }
 
   // Returns the results of all stages of one of the edges.
@@ -118,6 +162,17 @@ struct EdgeTile {
   __device__ __forceinline__ void values(int which, int column, float* values) const {
     body(edges->row[which], edges->source[which], edges->edge[which], of(which), column, values);
   }
+  // The value of a column whose product is known.
+  __device__ __forceinline__ void value(int which, int column, float product, const float* vectors,
+                                        float* values) const {
+    body.fragment(edges->row[which], edges->source[which], edges->edge[which], of(which), column, product, vectors,
+                  values);
+  }
+  // Loads the elements of a vector of constants in this thread's columns of the fragments `n` and `n` + 1.
+  __device__ __forceinline__ Vector<float, 4> of_vector(int number, int n) const {
+    const auto* const words = reinterpret_cast<const float*>(weights + Body::kVectorsAt);
+    return *reinterpret_cast<const Vector<float, 4>*>(words + (4 * number + lane() % 4) * kVectorPitch + 2 * n);
+  }
 
  private:
   template <int kNumber>
@@ -134,13 +189,25 @@ struct EdgeTile {
     First::template load<kStage>(*this);
     load<kStage + 1>(Stages<Rest...>{});
   }
-  template <int kStage>
-  __device__ void run(Stages<>) {}
-  template <int kStage, class First, class... Rest>
-  __device__ __forceinline__ void run(Stages<First, Rest...>) {
-    First::template run<kStage>(*this);
+  template <int kNumber>
+  __device__ __forceinline__ void load_vectors() {
+    auto* const words = reinterpret_cast<float*>(weights + Body::kVectorsAt) + 4 * kNumber * kVectorPitch;
+    for (int i = static_cast<int>(threadIdx.x); i < Body::kVectorWidth; i += static_cast<int>(blockDim.x)) {
+      words[i % 8 / 2 * kVectorPitch + i / 8 * 2 + i % 2] = body.template vector<kNumber>(i);
+    }
+    if constexpr (kNumber + 1 < Body::kVectors) load_vectors<kNumber + 1>();
+  }
+  template <int kStage, class... Take>
+  __device__ void run(Stages<>, const Take&... take) {}
+  template <int kStage, class First, class... Rest, class... Take>
+  __device__ __forceinline__ void run(Stages<First, Rest...>, const Take&... take) {
+    if constexpr (sizeof...(Rest) == 0) {
+      First::template run<kStage>(*this, take...);
+    } else {
+      First::template run<kStage>(*this);
+    }
     __syncwarp();
-    run<kStage + 1>(Stages<Rest...>{});
+    run<kStage + 1>(Stages<Rest...>{}, take...);
   }
 };
 
@@ -328,6 +395,9 @@ struct HalfProduct {
   static constexpr int kTogether = kColumns < 64 ? kColumns : 64;  // columns whose sums a warp holds
   static constexpr bool kStreams = kColumns == kTogether;          // the operand is read once: it is never stored
 
+  static constexpr bool kUnrolled = kRows <= 64;
+  static constexpr int kPairs = kRows / 16 * (kColumns / 16);  // pairs of fragments of the weights
+
   template <class Tile>
   __device__ static T* weights(const Tile& tile) {
     return reinterpret_cast<T*>(tile.weights + (kShared ? kWeightsAt : 0));
@@ -351,10 +421,11 @@ struct HalfProduct {
     }
   }
 
-  template <int kStage, class Tile>
-  __device__ __forceinline__ static void run(const Tile& tile) {
+  template <int kStage, class Tile, class... Take>
+  __device__ __forceinline__ static void run(const Tile& tile, const Take&... take) {
+    static_assert(kStreams || sizeof...(Take) == 0, "all columns are there at once");
     if constexpr (kStreams) {
-      columns<kStage>(tile, 0, [&](uint32_t (&a)[4], int k) { operand<kStage>(a, tile, k); });
+      columns<kStage>(tile, 0, [&](uint32_t (&a)[4], int k) { operand<kStage>(a, tile, k); }, take...);
     } else {
       auto* const stored = reinterpret_cast<uint4*>(tile.operand) + Tile::lane();
 #pragma unroll 2
@@ -371,6 +442,15 @@ struct HalfProduct {
           a[0] = words.x, a[1] = words.y, a[2] = words.z, a[3] = words.w;
         });
       }
+    }
+  }
+
+  // Loads the first pairs of fragments of the weights.
+  template <int kStage, class Tile, int kCount>
+  __device__ __forceinline__ static void hold(const Tile& tile, uint32_t (&words)[kCount][4]) {
+#pragma unroll
+    for (int h = 0; h < kCount; ++h) {
+      load_weights<kStage, false>(words[h], tile, h / (kTogether / 16) * 16, h % (kTogether / 16) * 16);
     }
   }
 
@@ -400,10 +480,13 @@ struct HalfProduct {
                  : "memory");
   }
 
-  // Loads the weights of sixteen columns and sixteen rows k: two fragments.
-  template <int kStage, class Tile>
+  // Loads the weights of sixteen columns and sixteen rows k: two fragments. kHolds: the tile holds the first of them.
+  template <int kStage, bool kHolds, class Tile>
   __device__ __forceinline__ static void load_weights(uint32_t (&b)[4], const Tile& tile, int k, int column) {
     const int lane = Tile::lane();
+    if constexpr (kHolds) {
+      if (tile.held.get(b, k / 16 * (kTogether / 16) + column / 16)) return;
+    }
     if constexpr (kShared) {
       load_matrices(b, weights(tile) + (column + lane / 16 * 8 + lane % 8) * kPitch + k + lane / 8 % 2 * 8);
     } else {
@@ -416,9 +499,11 @@ struct HalfProduct {
     }
   }
 
-  // Computes the columns from `first` on; fragment(a, k) gives that of the operand.
-  template <int kStage, class Tile, class Fragment>
-  __device__ __forceinline__ static void columns(const Tile& tile, int first, const Fragment& fragment) {
+  // Computes the columns from `first` on; fragment(a, k) gives that of the operand. Stores them unless take(sums) does
+  // something else.
+  template <int kStage, class Tile, class Fragment, class... Take>
+  __device__ __forceinline__ static void columns(const Tile& tile, int first, const Fragment& fragment,
+                                                 const Take&... take) {
     constexpr int kFragments = kTogether / 8;
     const int lane = Tile::lane(), row = lane / 4, pair = lane % 4 * 2;
     float sum[kFragments][4];
@@ -430,7 +515,7 @@ struct HalfProduct {
         sum[n][i] = column < kOut ? tile.body.template bias<kStage>(column) : 0.0f;
       }
     }
-#pragma unroll(kRows <= 64 ? 4 : 2)
+#pragma unroll(kUnrolled ? 4 : 2)
     for (int k = 0; k < kRows; k += 16) {
       uint32_t a[4];
       fragment(a, k);
@@ -438,11 +523,12 @@ struct HalfProduct {
       for (int n = 0; n < kFragments; n += 2) {
         if (kColumns % kTogether != 0 && first + 8 * n >= kColumns) continue;
         uint32_t b[4];
-        load_weights<kStage>(b, tile, k, first + 8 * n);
+        load_weights<kStage, (sizeof...(Take) > 0)>(b, tile, k, first + 8 * n);
         multiply_halves(sum[n], a, b[0], b[1], T{});
         multiply_halves(sum[n + 1], a, b[2], b[3], T{});
       }
     }
+    if ((take(sum) || ...)) return;
     if constexpr (kStreams) __syncwarp();  // results take the place of what the operand is computed from
 #pragma unroll
     for (int n = 0; n < kFragments; ++n) {

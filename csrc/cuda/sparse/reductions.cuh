@@ -33,6 +33,7 @@ struct Reduction {
     }
   }
   __device__ void merge(const Reduction& part) { take(&part.total); }
+  __device__ Reduction of_thread(int lane) const { return {__shfl_sync(0xffffffffu, total, lane)}; }
   __device__ float result(int64_t count) const {
     if (count == 0) return 0.0f;
     return kJoin == Join::mean ? __fdividef(total, static_cast<float>(count)) : total;
@@ -96,6 +97,7 @@ struct Reductions {
   __device__ void start() {}
   __device__ void take(const float* values) {}
   __device__ void merge(const Reductions& part) {}
+  __device__ Reductions of_thread(int lane) const { return {}; }
   template <class Store>
   __device__ void results(int64_t count, const Store& store, int first = 0) const {}
   __device__ void write(float* words, int64_t apart) const {}
@@ -120,6 +122,8 @@ struct Reductions<kFirst, kRest...> {
     first.take(values);
     rest.take(values + First::kValues);
   }
+  // Returns the state of another thread of the warp, of which all threads call this.
+  __device__ Reductions of_thread(int lane) const { return {first.of_thread(lane), rest.of_thread(lane)}; }
   __device__ void merge(const Reductions& part) {
     first.merge(part.first);
     rest.merge(part.rest);

@@ -25,6 +25,8 @@ _MOST_SHARED = 96 * 1024
 _MOST_WARPS = 8
 _STREAMED = 64
 """Columns of a product of 16 bits whose sums a warp holds: ``HalfProduct::kTogether``."""
+_VECTOR_BYTES = 320
+"""Bytes of a vector of constants in shared memory: four parts, ``gnnc::kVectorPitch`` words apart."""
 _NARROW = 16
 """Columns of results that a warp reduces from shared memory: ``TileColumns::kNarrow``."""
 
@@ -166,7 +168,8 @@ class Layout:
         weights_at: first byte of the weight of each stage; -1: read where it lies.
         pitch: words of a row.
         operand_bytes: bytes of an edge's operand.
-        weight_bytes: bytes of all weights.
+        vectors_at: first byte of the vectors of constants, behind the weights.
+        weight_bytes: bytes of all weights and vectors.
         block: the block of threads.
     """
 
@@ -175,8 +178,26 @@ class Layout:
     weights_at: tuple[int, ...]
     pitch: int
     operand_bytes: int
+    vectors_at: int
     weight_bytes: int
     block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """C++ of a value that is computed from a product in registers.
+
+    Attributes:
+        width: columns of the value.
+        held: pairs of fragments of the weight that a thread holds in registers, at most.
+        statements: statements of the function that computes it.
+        vectors: C++ element in ``column`` of each vector of constants that the function reads.
+    """
+
+    width: int
+    held: int
+    statements: tuple[str, ...]
+    vectors: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +238,7 @@ def layout_of(
     width: int,
     values: int,
     rows: Sequence[Row] = (),
+    vectors: int = 0,
 ) -> Layout:
     """Return the shared memory of a body.
 
@@ -226,6 +248,7 @@ def layout_of(
         width: columns of the body's values.
         values: number of these values.
         rows: rows of operands that are copied to shared memory.
+        vectors: number of vectors of constants that fragments are computed with.
 
     Raises:
         Refusal: there is no room for one warp.
@@ -237,6 +260,7 @@ def layout_of(
         fits = weight_bytes + stage.weight_bytes <= _MOST_WEIGHTS
         weights_at.append(weight_bytes if fits else -1)
         weight_bytes += stage.weight_bytes if fits else 0
+    vectors_at, weight_bytes = weight_bytes, weight_bytes + vectors * _VECTOR_BYTES
     narrow = 4 * width * values if width <= _NARROW else 0
     operand = _up(max([narrow, *(stage.operand_bytes for stage in stages)]), 16)
     warp_bytes = TILE * (_EDGE_BYTES + 4 * pitch + operand)
@@ -244,9 +268,8 @@ def layout_of(
         nbytes = weight_bytes + warps * warp_bytes
         if nbytes <= _MOST_SHARED:
             block = Block(warps, nbytes)
-            return Layout(
-                tuple(places), tuple(rows_at), tuple(weights_at), pitch, operand, weight_bytes, block
-            )
+            shared = pitch, operand, vectors_at, weight_bytes
+            return Layout(tuple(places), tuple(rows_at), tuple(weights_at), *shared, block)
     raise Refusal(f"the stages of the body take {warp_bytes} bytes of shared memory for {TILE} edges")
 
 
@@ -279,8 +302,15 @@ def _places(
     return [spans[number][0] for number, _ in enumerate(stages)], [spans[row.name][0] for row in rows], words
 
 
-def declared(stages: Sequence[Stage], rows: Sequence[Row], layout: Layout) -> list[str]:
+def declared(
+    stages: Sequence[Stage],
+    rows: Sequence[Row],
+    layout: Layout,
+    fragment: Fragment | None,
+    operands: Sequence[str],
+) -> list[str]:
     """Return the declarations of a body's stages, and of the rows that they read from shared memory."""
+    reads_edges = any(name[0] == "e" for name in operands)
     placed = list(zip(rows, layout.rows_at, strict=True))
     fetched = ", ".join(f"gnnc::{row.type_of(to)}" for row, to in placed)
     types = [
@@ -288,6 +318,7 @@ def declared(stages: Sequence[Stage], rows: Sequence[Row], layout: Layout) -> li
         for stage, to, at in zip(stages, layout.places, layout.weights_at, strict=True)
     ]
     lines = [
+        f"static constexpr bool kReadsEdges = {'true' if reads_edges else 'false'};",
         f"using Rows = gnnc::Rows<{fetched}>;",
         *(f"static constexpr int {row_of(row.name)} = {to};" for row, to in placed),
         "template <int kNumber> __device__ const char* base() const {",
@@ -317,6 +348,28 @@ def declared(stages: Sequence[Stage], rows: Sequence[Row], layout: Layout) -> li
             if name in stage.functions
         ]
         lines.append("}")
+    return lines + _declared_fragment(fragment, layout)
+
+
+def _declared_fragment(fragment: Fragment | None, layout: Layout) -> list[str]:
+    """Return the declarations of a value that is computed from a product in registers."""
+    vectors = () if fragment is None else fragment.vectors
+    lines = [
+        f"static constexpr bool kInFragments = {'false' if fragment is None else 'true'};",
+        f"static constexpr int kVectors = {len(vectors)}, kVectorsAt = {layout.vectors_at};",
+        f"static constexpr int kHeld = {0 if fragment is None else fragment.held};",
+        f"static constexpr int kVectorWidth = {0 if fragment is None else fragment.width};",
+    ]
+    if vectors:
+        lines.append("template <int kNumber> __device__ float vector(int column) const {")
+        lines += [
+            f"  if constexpr (kNumber == {number}) {{ return {element}; }}"
+            for number, element in enumerate(vectors)
+        ]
+        lines.append("}")
+    if fragment is not None:
+        taken = "int column, float product, const float* vectors, float* values"
+        lines += [f"__device__ void fragment({AT}, {taken}) const {{", *fragment.statements, "}"]
     return lines
 
 

@@ -18,6 +18,7 @@ from torch.fx import Node
 from gnnc.ir.body import EDGES, body_inputs, body_values, parse_body
 from gnnc.ir.nodes import argument, arguments, first_operand, unpack
 from gnnc.runtime.cuda.kernels.body_forms import decomposed
+from gnnc.runtime.cuda.kernels.body_fragments import fragment_of
 from gnnc.runtime.cuda.kernels.body_ops import (
     BINARY,
     GRADIENTS,
@@ -39,6 +40,7 @@ from gnnc.runtime.cuda.kernels.body_scope import NO, Neighbours, Scope, operator
 from gnnc.runtime.cuda.kernels.body_stages import (
     AT,
     VECTOR,
+    Fragment,
     Functor,
     Layout,
     ProductStage,
@@ -71,7 +73,12 @@ _SHORT_SOFTMAX = 32  # columns that each thread of a row adds up by itself
 
 
 def write_body(
-    text: str, operands: dict[str, torch.Tensor], strides: dict[str, int], *, in_vectors: bool = False
+    text: str,
+    operands: dict[str, torch.Tensor],
+    strides: dict[str, int],
+    *,
+    in_vectors: bool = False,
+    reduced: bool = False,
 ) -> Functor:
     """Return a body as a functor.
 
@@ -80,11 +87,12 @@ def write_body(
         operands: fake tensors of the operands, by name (``i0``, ``j0``, ``e0``, ``c0``).
         strides: elements from one row to the next, of operands other than constants.
         in_vectors: whether a thread computes four neighbouring columns, from a multiple of four.
+        reduced: whether the values of a row's edges are reduced.
 
     Raises:
         Refusal: the body has an op, or an operand, that a single thread cannot compute.
     """
-    return BodyWriter(text, operands, strides).write(in_vectors=in_vectors)
+    return BodyWriter(text, operands, strides).write(in_vectors=in_vectors, reduced=reduced)
 
 
 def write_sides(
@@ -119,8 +127,8 @@ class BodyWriter:
         self.neighbours: Neighbours | None = None
         self.rows = self._fetched() if has_stages(self.module.graph, self.shapes) else {}
 
-    def write(self, *, in_vectors: bool = False) -> Functor:
-        """Return the body as a functor, which is called for four neighbours if ``in_vectors``."""
+    def write(self, *, in_vectors: bool = False, reduced: bool = False) -> Functor:
+        """Return the body as a functor, as ``write_body`` does."""
         self._check_operands()
         self.neighbours = Neighbours() if in_vectors else None
         results = body_values(self.module.graph)
@@ -131,11 +139,13 @@ class BodyWriter:
             value = self.value(result, ("edge", *places("column", shape)), scope)
             scope.lines.append(f"values[{number}] = {value};")
         assert len(widths) == 1, "the values of a body have one shape"
-        width, layout = widths.pop(), None
+        width, layout, fragment = widths.pop(), None, None
         if self.stages:
-            rows = list(self.rows.values())
-            layout = layout_of(list(self.stages.values()), self.reads, width, len(results), rows)
-        return Functor(self._struct(scope, layout), self.names, width, layout and layout.block)
+            if reduced and len(results) == 1:
+                fragment = fragment_of(results[0], self.shapes, self.stages, self.rows, self.value)
+            rows, vectors = list(self.rows.values()), len(fragment.vectors) if fragment else 0
+            layout = layout_of(list(self.stages.values()), self.reads, width, len(results), rows, vectors)
+        return Functor(self._struct(scope, layout, fragment), self.names, width, layout and layout.block)
 
     def write_sides(self) -> tuple[Functor, tuple[Side, ...]]:
         """Return the body as a functor that leaves its values in shared memory, and where they lie."""
@@ -176,12 +186,13 @@ class BodyWriter:
             if self.operands[name].dtype not in TYPES:
                 raise Refusal(f"an operand of the body is {self.operands[name].dtype}")
 
-    def _struct(self, scope: Scope, layout: Layout | None) -> str:
+    def _struct(self, scope: Scope, layout: Layout | None, fragment: Fragment | None = None) -> str:
         """Return the members, the stages, and the call operator with the statements of a scope."""
+        stages, rows = list(self.stages.values()), list(self.rows.values())
         members = [f"const {TYPES[self.operands[name].dtype]}* {name};" for name in self.names]
         lines = [
             *(members or ["int64_t nothing;"]),
-            *(declared(list(self.stages.values()), list(self.rows.values()), layout) if layout else ()),
+            *(declared(stages, rows, layout, fragment, self.names) if layout else ()),
             *(operator if self.neighbours is None else self.neighbours.operator)(AT, scope.lines),
         ]
         return "".join(f"  {line}\n" for line in lines)
@@ -322,8 +333,7 @@ class BodyWriter:
         return x if high is None else f"step::smaller({x}, {number_of(high)})"
 
     def _where(self, node: Node, place: Place, scope: Scope) -> str:
-        names = ("condition", "self", "other")
-        mask, yes, no = (self._operand(node, name, place, scope) for name in names)
+        mask, yes, no = (self._operand(node, n, place, scope) for n in ("condition", "self", "other"))
         return f"({mask} != 0.0f ? {yes} : {no})"
 
     def _masked_fill(self, node: Node, place: Place, scope: Scope) -> str:

@@ -133,7 +133,8 @@ def body_plan(node: Node, body: str | None = None) -> Plan:
         body: text of the body on the op's operands; that of the op by default.
     """
     plan = unchecked_plan(node, body or argument(node, "body"))
-    _check_states(plan, write_body(plan.body, *plain_operands(plan, node)))
+    reduced = plan.reduce is not None
+    _check_states(plan, write_body(plan.body, *plain_operands(plan, node), reduced=reduced))
     return plan
 
 
@@ -192,7 +193,8 @@ class Body:
 def write_functor(plan: Plan, node: Node, emitter: CudaEmitter, *, in_vectors: bool = False) -> Body:
     """Return the body of an op as a struct of the program's kernels; ``in_vectors`` as in ``write_body``."""
     tensors, strides = operand_matrices(plan, node, emitter)
-    functor = write_body(plan.body, _operands(plan, node), strides, in_vectors=in_vectors)
+    operands, reduced = _operands(plan, node), plan.reduce is not None
+    functor = write_body(plan.body, operands, strides, in_vectors=in_vectors, reduced=reduced)
     return body_of(functor, tensors, emitter)
 
 

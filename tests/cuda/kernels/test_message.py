@@ -15,6 +15,7 @@ from gnnc.ir.message import edge_map_reference, edge_sum_reference, message_refe
 from gnnc.ir.vjp import Operand, body_gradients
 from gnnc.runtime.cuda.driver.nvrtc import resources_of
 from gnnc.runtime.cuda.kernels.body_stages import Block, ProductStage, Row, Stage, SumStage, layout_of
+from gnnc.runtime.cuda.kernels.edge_body import write_body
 from gnnc.runtime.row_program.build import Refusal
 
 GNNC = torch.ops.gnnc
@@ -182,6 +183,74 @@ def test_products_of_16_bits_round_their_operands_alone(large: bool) -> None:
     assert 1e-6 < relative_error(got, want) < 2e-3
 
 
+_ROUNDED = (
+    "t1 = aten._to_copy.default(t0, dtype=torch.float16); t2 = gnnc.gemm.default(t1, c0, None, False); "
+)
+IN_REGISTERS = {
+    "vector": f"t0 = aten.add.Tensor(i0, j0); {_ROUNDED}t3 = aten.add.Tensor(t2, c1); return t3",
+    "vectors": (
+        f"t0 = aten.sub.Tensor(e0, i0); {_ROUNDED}t3 = aten.add.Tensor(t2, c1); t4 = aten.relu.default(t3); "
+        "t5 = aten.sub.Tensor(t4, j1); t6 = aten.mul.Tensor(t5, c2); return t6"
+    ),
+}
+"""Bodies whose product is followed by steps of single columns, of vectors of constants and of copied rows."""
+
+
+def operands_in_registers(name: str, g: Graph, width: int) -> tuple[list[Tensor], ...]:
+    """Return the operands of a body of ``IN_REGISTERS``, small integers."""
+    weight, *vectors = integers(width, 48).half(), integers(width), integers(width)
+    row, source = integers(g.num_dst, 48), integers(g.num_src, 48)
+    if name == "vector":
+        return [row], [source], [], [weight, vectors[0]]
+    return [row], [source, integers(g.num_src, width)], [integers(g.num_edges, 48)], [weight, *vectors]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graph", ["random", "one-edge", "star"])
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("reduce", ["sum", "max", "mean"])
+@pytest.mark.parametrize("name", IN_REGISTERS)
+def test_products_that_are_reduced_in_registers_are_exact(
+    name: str, reduce: str, width: int, graph: str
+) -> None:
+    """Tiles of one row are, and tiles of several rows, or of less edges, of the same run are not."""
+    torch.manual_seed(0)
+    g, body = GRAPHS[graph](), IN_REGISTERS[name]
+    groups = operands_in_registers(name, g, width)
+    got = run("message", g, body, groups, reduce)
+    want = message_reference(g.rowptr, g.col, body, reduce, *groups, g.num_dst)
+    torch.testing.assert_close(got, want, rtol=1e-6 if reduce == "mean" else 0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "old", "new"),
+    [
+        ("", "", ""),
+        ("a row of the destination is read where it lies", "Tensor(t2, c1)", "Tensor(t2, i0)"),
+        ("columns are left out", "return t3", "t4 = aten.slice.Tensor(t3, 1, 32, 64); return t4"),
+        (
+            "columns change places",
+            "return t3",
+            "t4 = aten.slice.Tensor(t3, 1, 0, 32); t5 = aten.slice.Tensor(t3, 1, 32, 64); "
+            "t6 = aten.cat.default([t5, t4], 1); return t6",
+        ),
+        ("the operands are FP32", "dtype=torch.float16", "dtype=torch.float32"),
+        ("there are several values", "return t3", "return [t3, t3]"),
+        ("a sum over columns follows", "return t3", "t4 = aten.sum.dim_IntList(t3, [-1]); return t4"),
+    ],
+)
+def test_a_product_stays_in_registers_where_its_columns_are_read_one_by_one(
+    reason: str, old: str, new: str
+) -> None:
+    shapes = {"i0": (1, 64), "j0": (1, 64), "c0": (64, 64), "c1": (64,)}
+    operands = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    strides = {"i0": 64, "j0": 64, "c0": 1, "c1": 1}
+    text = IN_REGISTERS["vector"].replace(old, new) if old else IN_REGISTERS["vector"]
+    functor = write_body(text, operands, strides, reduced=True)
+    assert ("kInFragments = true" in functor.text) == (not reason), reason
+    assert "kInFragments = false" in write_body(text, operands, strides).text, "nothing is reduced"
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("graph", ["random", "no-edges", "one-edge"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 3), (7, 47), (1, 1), (33, 64)])
@@ -277,9 +346,14 @@ def test_a_softmax_of_infinite_and_of_no_numbers_is_that_of_the_reference() -> N
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str) -> None:
     g = GRAPHS["random"]()
-    cases = {**CASES, "half": (HALF_CHAIN, "max")}
-    for name, (body, reduce) in cases.items():
-        call, *tensors = call_of("message", g, body, operands(name, g, 64), reduce)
+    chain = HALF_CHAIN.replace("aten.add.Tensor(t5, i0)", "aten.mul.Tensor(t5, j0)")
+    cases = [
+        *((body, reduce, operands(name, g, 64)) for name, (body, reduce) in CASES.items()),
+        *((body, "max", operands("half", g, 64)) for body in (HALF_CHAIN, chain)),
+        *((body, "mean", operands_in_registers(name, g, 64)) for name, body in IN_REGISTERS.items()),
+    ]
+    for body, reduce, groups in cases:
+        call, *tensors = call_of("message", g, body, groups, reduce)
         program = program_of(call, *tensors, backend=f"cuda-offline:{architecture}")
         assert "reference" not in dict(program.kernels).values()
         assert_no_spills(resources_of(program.code[architecture]))
