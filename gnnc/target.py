@@ -159,7 +159,7 @@ class Target:
             costs less: its kernels run one body a pass, and store rows of 16 bits.
         narrow_edges: whether its kernels store values of edges in 16 bits, where their readers round them.
         body_products: precisions, beside FP32, in which its kernels of bodies multiply by a weight.
-        rounds_body_rows: whether its kernels of bodies gather 16-bit rows where they multiply in 16 bits.
+        rounds_body_rows: whether its kernels of bodies gather rows of sources in 16 bits.
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
         epilogue_scales: whether each of its row programs does so.
         gradient_steps: kinds of the steps of gradients that its row programs have, such as masks, derivatives

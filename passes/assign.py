@@ -17,11 +17,11 @@ from torch.fx import Node
 
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.exact_reads import EXACT
-from gnnc.ir.nodes import argument, first_operand, is_result, result_index
+from gnnc.ir.nodes import argument, first_operand, is_result, op_name, result_index
 from gnnc.ir.op import Op, has_body, op_of
-from gnnc.ir.parts import BACKWARD_LAYER
+from gnnc.ir.parts import BACKWARD_LAYER, GRADIENTS
 from gnnc.passes.base import Context, Property
-from gnnc.passes.quantization.body_products import has_products, why_full
+from gnnc.passes.quantization.body_products import gathers_low, has_products, why_full
 from gnnc.passes.quantization.last_layer import last_layer
 from gnnc.passes.quantization.norm_statistics import statistics
 from gnnc.passes.quantization.number_formats import CHOSEN, FULL, Option, options_of, width_of
@@ -62,7 +62,7 @@ class Assign:
         for precision in (ctx.precision, *ctx.overrides.values()):
             _check_supported(precision, ctx)
         named = _named(primitives, ctx)
-        fixed = _fixed(gm.graph)
+        fixed = _fixed(gm.graph) | _bodies_without_low_form(gm, ctx)
         last = last_layer(gm) if self.last_layer == "fp32" else ()
         if ctx.precision == AUTO and ctx.choice is None:
             ctx.choice = Choice.make(gm, ctx, self._allowed(primitives, fixed, named, last, ctx))
@@ -131,7 +131,7 @@ class Assign:
         if node in fixed:
             return fixed[node]
         if has_body(node):
-            return node.meta.get(EXACT) if has_products(node) else f"{op.name} has no low-precision form"
+            return node.meta.get(EXACT)
         if not op.low_operands or (op.name == "sddmm" and argument(node, "op") != "dot"):
             return f"{op.name} has no low-precision form"
         return node.meta.get(EXACT)
@@ -223,6 +223,14 @@ def _fixed(graph: fx.Graph) -> dict[Node, str]:
         _readers_of_logit_gradients(graph), "its operand is the gradient of the logits of an edge softmax"
     )
     return logits | cancelling | norms | gradients
+
+
+def _bodies_without_low_form(gm: fx.GraphModule, ctx: Context) -> dict[Node, str]:
+    """The ops with a body that neither multiply nor gather in low precision; the latter is for inference."""
+    trains = GRADIENTS in gm.meta
+    bodies = [node for node in gm.graph.nodes if has_body(node) and not has_products(node)]
+    low = {node for node in bodies if not trains and gathers_low(node, ctx.target)}
+    return {node: f"{op_name(node)} has no low-precision form" for node in bodies if node not in low}
 
 
 def _softmax_logits(graph: fx.Graph) -> set[Node]:

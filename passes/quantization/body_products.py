@@ -1,11 +1,15 @@
-"""Products in low precision inside the bodies of ``message``, ``edge_map`` and ``edge_sum``.
+"""Low precision inside the bodies of ``message``, ``edge_map`` and ``edge_sum``: products, and gathered rows.
 
 A product of an edge value with a weight becomes that of their quantized values, or of their values of 16
 bits; everything else in a body stays FP32. The weight is quantized outside the body, once a call, with a
 scale for each row; the edge value inside of it, with a scale for each edge. Where the program is fp16,
 products with a gradient are bf16: nothing in a body brings gradients into the range of fp16.
+
+Where kernels of a backend gather rows of 16 bits, a message in inference reads rows of sources in these,
+with products or without: as a weighted sum of rows does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,12 +76,19 @@ def format_of(asked: Precision, target: Target) -> Precision | None:
     return next((choice for choice in choices if choice.name in target.body_products), None)
 
 
+def gathers_low(node: Node, target: Target) -> bool:
+    """Return whether a message without products reads rows of sources in 16 bits on a target."""
+    if not target.rounds_body_rows or str(node.target) != "gnnc.message.default":
+        return False
+    return bool(_roundable(node, argument(node, "src")))
+
+
 def why_full(node: Node, asked: Precision, target: Target) -> str | None:
-    """Return why a body with products is computed in FP32 throughout; None where it is not."""
+    """Return why a body is computed in FP32 throughout; None where it is not."""
     reasons = _reasons(node, products_of(node))
     if format_of(asked, target) is None:
         return f"no kernel of bodies multiplies in {asked} on this backend"
-    return None if None in reasons else reasons[0]
+    return None if None in reasons or not reasons else reasons[0]
 
 
 def products_of(node: Node) -> list[BodyProduct]:
@@ -137,6 +148,8 @@ def multiply_low(build: Any) -> Node | None:
         build.note(f"stays FP32: products in bodies of a model that trains are not computed in {precision}")
         return None
     found = products_of(node)
+    if not found:
+        return _gather_low(build)
     reasons = _reasons(node, found)
     of_gradients = _of_gradients(node, build.gradients.nodes) if precision == _FP16 else set()
     if _BF16.name not in build.ctx.target.body_products:
@@ -166,6 +179,16 @@ def multiply_low(build: Any) -> Node | None:
     return result
 
 
+def _gather_low(build: Any) -> Node:
+    """Return a message that reads rows of sources in 16 bits: for 8 bits bf16, with the range of FP32."""
+    precision, body = _BF16 if build.precision.is_quantized else build.precision, _Body(build)
+    body.round_sources(precision)
+    result = body.finish()
+    asked = f", not {build.precision}: it adds no integers" if build.precision.is_quantized else ""
+    build.ctx.note(result, f"gathers rows of sources in {precision}{asked}")
+    return result
+
+
 def _of_gradients(node: Node, gradients: set[Node]) -> set[Node]:
     """Return the values of a body that depend on gradients, for which fp16 lacks the range."""
     operands = body_operands(node)
@@ -176,6 +199,14 @@ def _of_gradients(node: Node, gradients: set[Node]) -> set[Node]:
 def _rounds_sources(build: Any) -> bool:
     """Return whether a body with products in 16 bits gathers rows of sources in these; not in training."""
     return build.ctx.target.rounds_body_rows and not build.gradients.nodes
+
+
+def _roundable(node: Node, src: Sequence[Node]) -> list[int]:
+    """Return the numbers of the rows of sources that a body reads and that may be rounded."""
+    inputs = parse_body(argument(node, "body")).graph.find_nodes(op="placeholder")
+    exact = {str(inner.target) for inner in exact_in_body(node) if inner.op == "placeholder"}
+    read = {str(inner.target) for inner in inputs} - exact
+    return [number for number, rows in enumerate(src) if f"j{number}" in read and _is_wide(rows)]
 
 
 def _is_wide(rows: Node) -> bool:
@@ -233,9 +264,7 @@ class _Body:
     def round_sources(self, precision: Precision) -> int:
         """Read rows of sources in the 16 bits of the products; return the number of such operands."""
         inputs = {str(node.target): node for node in self.graph.find_nodes(op="placeholder")}
-        exact = {str(node.target) for node in exact_in_body(self.build.node) if node.op == "placeholder"}
-        named = {number: f"j{number}" for number, rows in enumerate(self.src) if _is_wide(rows)}
-        found = [number for number, name in named.items() if name in inputs and name not in exact]
+        found = _roundable(self.build.node, self.src)
         dtype = FLOAT_DTYPES[precision.name]
         for number in found:
             self.src[number] = self.build.aten("_to_copy", self.src[number], dtype=dtype)

@@ -15,7 +15,7 @@ from torch.fx import Node
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
-from gnnc.passes.quantization.body_products import has_products
+from gnnc.passes.quantization.body_products import gathers_low, has_products
 from gnnc.passes.quantization.number_formats import Option, options_of
 
 VERSION = 1
@@ -145,7 +145,7 @@ def _check(layer: str, name: str, node: Node, option: Option, ctx: Context) -> N
             f"it has {have}"
         )
     known = list(options_of(node, ctx, option.precision))
-    known += [Option(option.precision)] if has_products(node) else []
+    known += [Option(option.precision)] if has_products(node) or gathers_low(node, ctx.target) else []
     if option in known or (
         option.granularity is None and any(o.precision == option.precision for o in known)
     ):

@@ -8,7 +8,7 @@ from torch.fx import Node
 from gnnc.runtime.cuda.kernels.body_places import Place, is_column
 
 EVERY, NO = -1, -2
-"""What stands for the part of a result that a block computes: it is of all parts, or of some columns."""
+"""Numbers of parts of a result for a block of statements that is of all parts, or of some columns."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ def statements(write: Callable[[Scope], str]) -> str:
 
 @dataclass(slots=True)
 class Neighbours:
-    """What a body needs that is called for four neighbouring columns at a time.
+    """Loads and parts of a body that is called for four neighbouring columns at a time.
 
     Attributes:
         ends: the first columns behind the parts of a concatenated result; all neighbours lie in one part.

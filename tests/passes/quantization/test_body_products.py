@@ -181,6 +181,34 @@ def test_other_rows_of_sources_stay(name, width, target):
     assert not any("gathers" in note.text for note in ctx.notes)
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype", "note"),
+    [
+        (FP16, torch.float16, "gathers rows of sources in fp16"),
+        (BF16, torch.bfloat16, "gathers rows of sources in bf16"),
+        (INT8, torch.bfloat16, "gathers rows of sources in bf16, not int8: it adds no integers"),
+    ],
+    ids=str,
+)
+def test_messages_without_products_gather_16_bits(precision, dtype, note):
+    before, gm, notes = ran("plain", precision, GATHERS)
+    assert argument(message(gm), "src")[0].meta["val"].dtype == dtype
+    assert argument(message(gm), "dst")[0].meta["val"].dtype == torch.float32
+    assert calls(gm) == ["aten._to_copy.default", "aten.add.Tensor"] and note in notes
+    assert message(gm).meta["precision"] == precision
+    assert 0 < relative_error(gm(*arguments(gm)), before(*arguments(before))) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("body", "width"),
+    [(PLAIN, 7), ("t0 = aten.gt.Tensor(i0, j0); t1 = aten.mul.Tensor(i0, t0); return t1", 32)],
+)
+def test_messages_without_products_stay_where_rows_are_narrow_or_compared(body, width):
+    gm, ctx = run_all(graph_of(body, width=width), (Assign(), Quantize()), precision=FP16, target=GATHERS)
+    assert argument(message(gm), "src")[0].meta["val"].dtype == torch.float32
+    assert any("message has no low-precision form" in note.text for note in ctx.notes)
+
+
 @pytest.mark.parametrize("name", ["mlp", "gate", "heads", "narrow"])
 @pytest.mark.parametrize(("precision", "most"), [(INT8, 0.02), (BF16, 0.01)], ids=str)
 def test_the_meaning_stays(name, precision, most):
