@@ -11,6 +11,7 @@ from torch.fx import Node
 from gnnc.ir.nodes import argument, aten_name, op_name, unpack
 from gnnc.runtime.cpu.edge_opcodes import Binary, Steps, Unary
 from gnnc.runtime.cpu.edge_steps import (
+    Ids,
     Rows,
     Scales,
     Sums,
@@ -137,6 +138,10 @@ def _masked_fill(translator: Translator, node: Node) -> Value:
 
 def _to_copy(translator: Translator, node: Node) -> Any:
     value, dtype = translator.value_of(argument(node, "self")), argument(node, "dtype", None)
+    if isinstance(value, Ids):
+        raise Refusal(f"{aten_name(node)} computes with integers of the edges")
+    if dtype == torch.bool:
+        return translator.binary(Binary.NE, of_edges(value), 0.0)
     return translator.narrowed(of_edges(value), dtype) if dtype == torch.bfloat16 else value
 
 

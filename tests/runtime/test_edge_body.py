@@ -49,6 +49,10 @@ MASKS = (
     "t3 = aten.where.self(t1, i0, t2); t4 = aten._to_copy.default(t1, dtype=torch.float32); "
     "t5 = aten.add.Tensor(t3, t4, alpha=2); return t5"
 )
+BOOLEANS = (
+    "t0 = aten.relu.default(j0); t1 = aten._to_copy.default(t0, dtype=torch.bool); "
+    "t2 = aten._to_copy.default(t1, dtype=torch.float32); t3 = aten.mul.Tensor(t2, i0); return t3"
+)
 STEPS = (
     "t0 = aten.sigmoid.default(j0); t1 = aten.softplus.default(i0); t2 = aten.div.Tensor(t0, t1); "
     "t3 = aten.tanh.default(t2); t4 = aten.elu.default(j0); t5 = aten.rsub.Scalar(t4, 1.5); "
@@ -100,6 +104,7 @@ BODIES = {
     "heads": HEADS,
     "norm": NORM,
     "masks": MASKS,
+    "booleans": BOOLEANS,
     "steps": STEPS,
     "backward": BACKWARD,
     "norm_backward": NORM_BACKWARD,
@@ -278,7 +283,7 @@ def test_a_value_has_the_same_bits_wherever_the_edge_is() -> None:
     assert torch.equal(torch.segment_reduce(first, "max", offsets=g.rowptr)[rows], top[rows])
 
 
-@pytest.mark.parametrize("width", [3, 16, 70])
+@pytest.mark.parametrize("width", [1, 3, 16, 70])
 def test_a_product_that_adds_a_value_has_the_bits_of_both_steps(width: int) -> None:
     g, text = random_graph(40, 30, 300), "t0 = aten.mm.default(e0, c0); t1 = aten.add.Tensor(i0, t0); "
     given = [torch.randn(30, width)], list[Tensor](), [torch.randn(300, 5)], [torch.randn(5, width)]
@@ -315,6 +320,7 @@ def test_what_is_not_finite_stays_so(bad: float, reduce: str) -> None:
         ("t0 = aten.select.int(j0, 0, 0); return t0", "rows of edges|dimension of edges"),
         ("t0 = aten.mm.default(c0, c1); t1 = aten.mm.default(j0, t0); return t1", "weight"),
         ("t0 = aten.add.Tensor(j1, j1); return t0", "int64"),
+        ("t0 = aten._to_copy.default(e0, dtype=torch.float32); return t0", "integers of the edges"),
         (
             "t0 = aten.view.default(j0, [-1, 2, 4, 2]); t1 = aten.transpose.int(t0, 2, 3); "
             "t2 = aten.matmul.default(t0, t1); return t2",
@@ -328,7 +334,12 @@ def test_what_is_not_finite_stays_so(bad: float, reduce: str) -> None:
     ],
 )
 def test_refuses(body: str, reason: str) -> None:
-    given = {"j0": torch.randn(5, 16), "j1": torch.arange(5), "c0": torch.randn(16, 16)}
+    given = {
+        "j0": torch.randn(5, 16),
+        "j1": torch.arange(5),
+        "e0": torch.arange(5),
+        "c0": torch.randn(16, 16),
+    }
     with pytest.raises(Refusal, match=reason):
         translate(body, given | {"c1": torch.randn(16, 16)}, [Part("edges")])
 
