@@ -98,7 +98,8 @@ enum class Reduction : int32_t { sum, mean, max, min, softmax };
 //   narrow         register, format, rows an edge, each of which is quantized or rounded by itself
 //   product        register (of a weight in low precision: one that `narrow` wrote), weight, summand (a register
 //                  or -1), rows an edge; a summand of each edge has one row,
-//                  and is added last; one of all edges is what the sum of FP32 products begins with
+//                  and is added last; one of all edges is what the sum of FP32 products begins with, but is added
+//                  last where the weight has one column
 //   matmul         two registers: a matrix an edge in each; rows of the left one, rows of the right one
 //   reduce         two registers, kind, first column of the result
 //   keep, scatter  register: rows of edges, sums by source

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from edge_bodies import edge_body
+from kernel_graphs import Graph as KernelGraph
 from row_programs import Program, gemm, map_rows, padded, quantized, row_scale, store
 from torch import Tensor
 
@@ -299,6 +301,49 @@ def message(d: Draw) -> None:
     close(out, want, gnnc.message(g.rowptr, g.col, GATE, kind, *bigger, g.num_dst))
 
 
+BODY = (
+    "t0 = aten.add.Tensor(i0, j0); t1 = aten.linear.default(t0, c0, {bias}); "
+    "t2 = aten.cat.default([t1, e0, i0], 1); t3 = aten.slice.Tensor(t2, 1, {first}, 9999, {step}); "
+    "t4 = aten.sum.dim_IntList(t2, [1], True); t5 = aten.mul.Tensor(t3, t4); "
+    "t6 = aten.view.default(e0, [-1, {heads}, {width}]); t7 = aten.sum.dim_IntList(t6, [2]); "
+    "t8 = aten.linear.default(t6, c2, None); t9 = aten.reshape.default(t8, [-1, {heads}]); "
+    "t10 = aten.add.Tensor(t7, t9); t11 = aten.cat.default([t5, t10], 1); return t11"
+)
+"""Body with products of one column and of several, moves of columns, and sums over them."""
+
+
+def body(d: Draw) -> None:
+    """A body on tiles of edges, with rows of few columns."""
+    g, reduce = d.graph(), d.one(("sum", "mean", "max", "min", ""))
+    narrow, outputs, heads, width = (d.one((1, 2, 4, 7, 16, 32, 47)) for _ in range(4))
+    joined = outputs + heads * width + narrow
+    first, step = d.rng.randrange(joined), d.one((1, 1, 2))
+    text = BODY.format(bias=d.one(("c1", None)), first=first, step=step, heads=heads, width=width)
+    ends = [[d.rows(rows, narrow, torch.float32)] for rows in (g.num_dst, g.num_src)]
+    edge, consts = (
+        [d.rows(g.num_edges, heads * width, torch.float32)],
+        [(outputs, narrow), (outputs,), (1, width)],
+    )
+    groups = (*ends, edge, [d.floats(*shape) for shape in consts])
+    columns = len(range(first, joined, step)) + heads
+    graph = KernelGraph(g.rowptr, g.col, g.num_src, g.num_dst)
+    got = edge_body(graph, text, reduce, groups, (g.num_dst if reduce else g.num_edges, columns))
+    sizes = ([t.abs() for t in group] for group in groups)
+    close(got, _in_double(g, text, reduce, groups), _in_double(g, text, _size_of(reduce), sizes))
+
+
+def _in_double(g: Graph, text: str, reduce: str, groups: Any) -> Tensor:
+    given = [[t.double() for t in group] for group in groups]
+    if not reduce:
+        return gnnc.edge_map(g.rowptr, g.col, text, *given)
+    return gnnc.message(g.rowptr, g.col, text, reduce, *given, g.num_dst)
+
+
+def _size_of(reduce: str) -> str:
+    """Return the reduction of magnitudes that bounds the error of a reduction."""
+    return "max" if reduce == "min" else reduce
+
+
 # Edges
 
 
@@ -432,6 +477,6 @@ def quantize(d: Draw) -> None:
 
 
 CASES: tuple[Case, ...] = (
-    csr, csr, spmm, spmm, qspmm_exact, qspmm_scaled, segment_reduce, message, sddmm, edge_softmax,
+    csr, csr, spmm, spmm, qspmm_exact, qspmm_scaled, segment_reduce, message, body, body, sddmm, edge_softmax,
     attention, attention, gemm_float, gemm_int8, quantize,
 )  # fmt: skip

@@ -144,6 +144,7 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
             (*_edge_body(g, _EDGE_CHOSEN, "mean", x), [torch.zeros(ROWS, width)]),
             (*_edge_body(g, _EDGE_OUTER, None, x), [torch.zeros(4, width)]),
             (*_edge_body(g, _EDGE_MATRICES, "sum", x), [torch.zeros(ROWS, 2)]),
+            (*_edge_body(g, _EDGE_COLUMN, "max", x), [torch.zeros(ROWS, 1)]),
             _several_results(g, x),
         ],
         "attention": [
@@ -166,6 +167,11 @@ _EDGE_MATRICES = (
     "t2 = aten.sum.dim_IntList(t1, [1]); return t2"
 )
 
+_EDGE_COLUMN = (
+    "t0 = aten.linear.default(i0, c2, c3); t1 = aten.linear.default(j0, c2, None); "
+    "t2 = aten.add.Tensor(t0, t1); return t2"
+)
+
 
 def _replay(x: Tensor, bits: Tensor) -> tuple[Any, ...]:
     """Return a replay of every kind of step: zeros, a dense form, and launches that read it."""
@@ -180,7 +186,8 @@ def _replay(x: Tensor, bits: Tensor) -> tuple[Any, ...]:
 
 def _edge_body(g: Graph, body: str, reduce: str | None, x: Tensor) -> tuple[Any, ...]:
     edge = [torch.randn(EDGES, 4), torch.arange(EDGES) % 4]
-    groups = [x], [x.clone()], edge, [torch.randn(4, x.shape[1]), torch.randn(4)]
+    consts = [torch.randn(4, x.shape[1]), torch.randn(4), torch.randn(1, x.shape[1]), torch.randn(1)]
+    groups = [x], [x.clone()], edge, consts
     return arguments(g, body, reduce, groups)
 
 
