@@ -126,13 +126,12 @@ struct MessageColumns {
       for (int t = 0; t < kTogether; ++t) {
         const int column = first + t * kLanes;
         if (column >= kWidth) continue;
-        float value[kEdges][Reduce::kValues];
-#pragma unroll
-        for (int e = 0; e < kEdges; ++e) body(entry.row, source[e], edge[e], nullptr, column, value[e]);
+        float value[kEdges * Reduce::kValues];
 #pragma unroll
         for (int e = 0; e < kEdges; ++e) {
-          if (e < count) state[t].take(value[e]);
+          body(entry.row, source[e], edge[e], nullptr, column, value + e * Reduce::kValues);
         }
+        state[t].template take_edges<kEdges, Reduce::kValues>(value, count);
       }
     }
   }

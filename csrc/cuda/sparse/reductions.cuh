@@ -10,6 +10,15 @@
 
 namespace gnnc {
 
+// Takes the values of the first `count` of kEdges edges, which lie kApart floats from each other, one after the other.
+template <int kEdges, int kApart, class Reduction>
+__device__ __forceinline__ void take_each(Reduction& state, const float* values, int count) {
+#pragma unroll
+  for (int e = 0; e < kEdges; ++e) {
+    if (e < count) state.take(values + e * kApart);
+  }
+}
+
 enum class Join { sum, mean, max, min, softmax };
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
@@ -31,6 +40,10 @@ struct Reduction {
     } else {
       total += v;
     }
+  }
+  template <int kEdges, int kApart>
+  __device__ __forceinline__ void take_edges(const float* values, int count) {
+    take_each<kEdges, kApart>(*this, values, count);
   }
   __device__ void merge(const Reduction& part) { take(&part.total); }
   __device__ Reduction of_thread(int lane) const { return {__shfl_sync(0xffffffffu, total, lane)}; }
@@ -69,6 +82,22 @@ struct Reduction<Join::softmax> {
       total += own * value[1];
     }
   }
+  // Takes several edges with one factor for the state before them: one exponential an edge, and one.
+  template <int kEdges, int kApart>
+  __device__ __forceinline__ void take_edges(const float* values, int count) {
+    float of_all = top;
+#pragma unroll
+    for (int e = 0; e < kEdges; ++e) of_all = e < count ? fmaxf(of_all, values[e * kApart]) : of_all;
+    const float shrink = top == of_all ? 1.0f : expf(top - of_all);
+    weight *= shrink, total *= shrink, top = of_all;
+#pragma unroll
+    for (int e = 0; e < kEdges; ++e) {
+      const float logit = values[e * kApart];
+      const float own = e >= count || logit == -infinity() ? 0.0f : expf(logit - of_all);  // inf - inf: NaN, as in take
+      weight += own;
+      if (e < count) total += own * values[e * kApart + 1];
+    }
+  }
   __device__ void merge(const Reduction& part) {
     const bool larger = part.top > top;
     const float of_both = larger ? part.top : top;
@@ -96,6 +125,8 @@ struct Reductions {
   static constexpr int kValues = 0, kWords = 0, kResults = 0;
   __device__ void start() {}
   __device__ void take(const float* values) {}
+  template <int kEdges, int kApart>
+  __device__ void take_edges(const float* values, int count) {}
   __device__ void merge(const Reductions& part) {}
   __device__ Reductions of_thread(int lane) const { return {}; }
   template <class Store>
@@ -121,6 +152,11 @@ struct Reductions<kFirst, kRest...> {
   __device__ void take(const float* values) {
     first.take(values);
     rest.take(values + First::kValues);
+  }
+  template <int kEdges, int kApart>
+  __device__ __forceinline__ void take_edges(const float* values, int count) {
+    first.template take_edges<kEdges, kApart>(values, count);
+    rest.template take_edges<kEdges, kApart>(values + First::kValues, count);
   }
   // Returns the state of another thread of the warp, of which all threads call this.
   __device__ Reductions of_thread(int lane) const { return {first.of_thread(lane), rest.of_thread(lane)}; }
