@@ -27,6 +27,9 @@ class NarrowRows:
         scaled_extremes: whether int8 pays, at some width, for a maximum or minimum of rows that do not share
             one scale.
         dot_columns: columns up to which int8 rows do for a dot product of both ends, each with its scale.
+        body_attention: whether int8 pays for attention that computes its logits from the rows that it sums,
+            or with features of edges.
+        trained_attention: whether it does for attention with logits of rows in training.
     """
 
     fp32_bytes: int = 64
@@ -34,6 +37,8 @@ class NarrowRows:
     scaled_columns: int = 0
     scaled_extremes: bool = True
     dot_columns: int = 0
+    body_attention: bool = True
+    trained_attention: bool = True
 
     def pays(self, granularity: str, reduce: str, columns: int, head: int) -> bool:
         """Return whether int8 makes an aggregation faster than bf16.
@@ -52,9 +57,15 @@ class NarrowRows:
 
 
 CUDA_NARROW_ROWS = NarrowRows(
-    fp32_bytes=16, columns=8, scaled_columns=32, scaled_extremes=False, dot_columns=16
+    fp32_bytes=16,
+    columns=8,
+    scaled_columns=32,
+    scaled_extremes=False,
+    dot_columns=16,
+    body_attention=False,
+    trained_attention=False,
 )
-"""Rows begin on 16 bytes, and a sector is 32: measured on an H200 (docs/decisions/022)."""
+"""Rows begin on 16 bytes, and a sector is 32: measured on an H200 (docs/decisions/022 and 049)."""
 
 
 class ChosenKernel(Protocol):

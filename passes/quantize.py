@@ -35,6 +35,7 @@ from gnnc.ir.qtype import Granularity, QType
 from gnnc.ir.quantized import MAX_SHIFT, STATIC_RANGE
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context
+from gnnc.passes.quantization.bf16_attention import use_bf16_for_attention
 from gnnc.passes.quantization.bf16_narrow_rows import use_bf16_for_narrow_rows
 from gnnc.passes.quantization.bf16_partials import producer, round_partials_to_bf16
 from gnnc.passes.quantization.bf16_products import use_bf16_for_product
@@ -120,6 +121,7 @@ class Quantize:
             if not gradients.nodes:  # a step reads the codes of its features again
                 use_bf16_for_product(node, ctx)
             use_bf16_for_narrow_rows(node, ctx, _candidates(node), observed.get(node), self.max_error)
+            use_bf16_for_attention(node, ctx, trains=bool(gradients.nodes))
             build = _Builder(
                 gm, node, ctx, observed.get(node), self.max_error, node in scaled, gradients, ones
             )
@@ -127,16 +129,14 @@ class Quantize:
             if logits is not None:
                 read_rounded(logits, partial(_rounded_rows, replace(build, before=logits.reader)))
                 ctx.note(logits.reader, f"reads rows of sources in {build.precision}, as the sum does")
-            rewrite = _rewrite_of(node)
-            result = rewrite(build)
+            result = _rewrite_of(node)(build)
             if result is not None:
                 _replace(gm.graph, node, result)
                 if node in gradients.nodes:
                     gradients.nodes.add(result)
         _note_widened_inputs(gm, ctx)
         if ctx.examples is not None:
-            scales = (node.meta["value"] for node in placeholders(gm)[num_inputs:])
-            ctx.examples = (*ctx.examples, *scales)
+            ctx.examples += tuple(node.meta["value"] for node in placeholders(gm)[num_inputs:])
         return gm
 
     def _scaled_by_products(self, low: list[Node], ctx: Context) -> frozenset[Node]:
