@@ -27,8 +27,9 @@ GNNC_INLINE Floats exp_of_negative(Floats x) {
 #ifdef __AVX512F__
   const Floats value = _mm512_scalef_ps(p, n);
 #else
-  const Floats whole = x == x ? as_floats(as_ints(p) + (__builtin_convertvector(n, Ints) << 23)) : x;
-  const Floats value = whole;
+  // Unsigned, as lanes that are replaced below, or are not stored, may overflow.
+  const Words exponent = reinterpret_cast<Words>(__builtin_convertvector(n, Ints)) << 23;
+  const Floats value = x == x ? as_floats(reinterpret_cast<Ints>(reinterpret_cast<Words>(p) + exponent)) : x;
 #endif
   return x < -87.33654f ? Floats{} : value;
 }
