@@ -321,7 +321,7 @@ def _admission(
         reads_group = any(operand in group.nodes for operand in op.operands)
         if reads_group:
             return False
-        casts = _own_casts(op, target) if target.widens_operands else ()
+        casts = _own_casts(op, group, target) if target.widens_operands else ()
         if not partition.add(group, (*casts, *op.covers)) and not (casts and partition.add(group, op.covers)):
             return False
         scales.extend([op] if op.kind == SCALE_TENSOR else [])
@@ -340,12 +340,14 @@ def _sums_rows(group: Group) -> bool:
     return is_map and not sums
 
 
-def _own_casts(op: RowOp, target: Target) -> tuple[Node, ...]:
-    """Return the conversions to FP32 of matrices in fewer bits that nothing but an op reads."""
+def _own_casts(op: RowOp, group: Group, target: Target) -> tuple[Node, ...]:
+    """Return the conversions to FP32 that nothing but an op reads, of matrices from outside a group."""
     return tuple(
         operand
         for operand in op.operands
-        if set(operand.users) == {op.root} and _is_widening(operand, target)
+        if set(operand.users) == {op.root}
+        and _is_widening(operand, target)
+        and group.nodes.keys().isdisjoint(operand.all_input_nodes)
     )
 
 

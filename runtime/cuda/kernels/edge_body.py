@@ -391,7 +391,7 @@ class BodyWriter:
             index = f"({place[dim]} - {start})" if start else place[dim]
             value, start = self.value(part, (*place[:dim], index, *place[dim + 1 :]), inner), end
             condition = f"kPart == {number}" if is_cut else f"{place[dim]} < {end}"
-            head = "" if number and end == ends[-1] else f"if ({condition}) "
+            head = "" if number and number == len(ends) - 1 else f"if ({condition}) "
             lines = " ".join([*inner.lines, f"{name} = {value};"])
             scope.lines.append(f"{'else ' if number else ''}{head}{{ {lines} }}")
         return name

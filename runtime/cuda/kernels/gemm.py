@@ -157,7 +157,7 @@ def joins_products(dtype: torch.dtype, columns: int, widths: Sequence[int]) -> b
         columns: columns of the matrix.
         widths: columns of the products.
     """
-    if dtype not in _HALF_PRODUCTS and dtype.itemsize > 1 or len(widths) > _MOST_PARTS:
+    if columns == 0 or dtype not in _HALF_PRODUCTS and dtype.itemsize > 1 or len(widths) > _MOST_PARTS:
         return False
     product = _HALF_PRODUCTS.get(dtype, "i8")
     forms = [

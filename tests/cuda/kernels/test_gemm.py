@@ -134,6 +134,27 @@ def test_products_of_one_matrix_are_one_launch(
     assert str(compiled).count("with fused.gemm()") == launches
 
 
+class Narrowed(nn.Module):
+    """Two products of one x, of which one is added in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum."""
+        second = self.b(x)
+        return second + self.a(x).to(torch.bfloat16).float()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_a_product_does_not_widen_what_another_of_its_launch_stored(precision: str, compiler: None) -> None:
+    compiled = gnnc.compile(
+        Narrowed().eval(), precision, backend="cuda-offline:sm_90", example_inputs=(torch.randn(9, 64),)
+    )
+    assert "with fused.gemm()" in str(compiled) and "reference" not in str(compiled)
+
+
 @pytest.mark.cuda
 @torch.no_grad()
 def test_no_element_is_left_out() -> None:
