@@ -36,6 +36,8 @@ from gnnc.target import Target
 _NARROWEST = 8
 """Inner width from which a product gains: rounding an operand takes as long as a few columns of it."""
 _FP16, _BF16 = Precision.parse("fp16"), Precision.parse("bf16")
+_CANCEL = frozenset({"sub", "rsub", "neg"})
+"""Ops of differences, of which most may cancel: what they read is not rounded for the sake of a gather."""
 _TRANSPOSES = ("t.default", "transpose.int", "permute.default")
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
@@ -80,7 +82,8 @@ def gathers_low(node: Node, target: Target) -> bool:
     """Return whether a message without products reads rows of sources in 16 bits on a target."""
     if not target.rounds_body_rows or str(node.target) != "gnnc.message.default":
         return False
-    return bool(_roundable(node, argument(node, "src")))
+    ops = {aten_name(inner).partition(".")[0] for inner in parse_body(argument(node, "body")).graph.nodes}
+    return ops.isdisjoint(_CANCEL) and bool(_roundable(node, argument(node, "src")))
 
 
 def why_full(node: Node, asked: Precision, target: Target) -> str | None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
-from gnnc.passes.quantization.body_products import gathers_low, has_products
+from gnnc.passes.quantization.body_products import has_products
 from gnnc.passes.quantization.number_formats import Option, options_of
 
 VERSION = 1
@@ -137,6 +137,11 @@ def _match(
     return matched
 
 
+def _is_message(node: Node) -> bool:
+    """Return whether a node is a message, whose rows some backends gather in low precision."""
+    return str(node.target) == "gnnc.message.default"
+
+
 def _check(layer: str, name: str, node: Node, option: Option, ctx: Context) -> None:
     if option.precision.name not in ctx.target.supported:
         have = ", ".join(sorted(ctx.target.supported))
@@ -145,7 +150,7 @@ def _check(layer: str, name: str, node: Node, option: Option, ctx: Context) -> N
             f"it has {have}"
         )
     known = list(options_of(node, ctx, option.precision))
-    known += [Option(option.precision)] if has_products(node) or gathers_low(node, ctx.target) else []
+    known += [Option(option.precision)] if has_products(node) or _is_message(node) else []
     if option in known or (
         option.granularity is None and any(o.precision == option.precision for o in known)
     ):

@@ -201,9 +201,13 @@ def test_messages_without_products_gather_16_bits(precision, dtype, note):
 
 @pytest.mark.parametrize(
     ("body", "width"),
-    [(PLAIN, 7), ("t0 = aten.gt.Tensor(i0, j0); t1 = aten.mul.Tensor(i0, t0); return t1", 32)],
+    [
+        (PLAIN, 7),
+        ("t0 = aten.gt.Tensor(i0, j0); t1 = aten.mul.Tensor(i0, t0); return t1", 32),
+        ("t0 = aten.sub.Tensor(j0, i0); t1 = aten.mul.Tensor(t0, t0); return t1", 32),
+    ],
 )
-def test_messages_without_products_stay_where_rows_are_narrow_or_compared(body, width):
+def test_messages_without_products_stay_where_rows_are_narrow_compared_or_subtracted(body, width):
     gm, ctx = run_all(graph_of(body, width=width), (Assign(), Quantize()), precision=FP16, target=GATHERS)
     assert argument(message(gm), "src")[0].meta["val"].dtype == torch.float32
     assert any("message has no low-precision form" in note.text for note in ctx.notes)
