@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from edge_layers import random_edges
 from torch import Tensor, nn
 from torch_geometric.utils import scatter, softmax
 
@@ -59,18 +60,8 @@ class Sines(nn.Module):
         return (scatter((x[src] + x[dst] * wave).relu(), dst, 0, x.shape[0], "sum"),)
 
 
-def _graph(kind: str) -> Tensor:
-    torch.manual_seed(1)
-    if kind == "none":
-        return torch.zeros(2, 0, dtype=torch.long)
-    edge_index = torch.randint(NODES, (2, 700))
-    if kind == "hub":
-        edge_index[1, :500] = 3
-    return edge_index
-
-
 def _arguments(kind: str = "plain") -> tuple[Tensor, ...]:
-    return torch.randn(NODES, WIDTH), _graph(kind), torch.randn(NODES, 3)
+    return torch.randn(NODES, WIDTH), random_edges(kind, NODES), torch.randn(NODES, 3)
 
 
 def _names(compiled: gnnc.CompiledModel) -> list[str]:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from edge_layers import random_edges
 from torch import Tensor, nn
 from torch_geometric.utils import scatter
 
@@ -72,17 +73,6 @@ class Chain(nn.Module):
         return scatter((first[src] + self.lin(x)[dst]).relu(), dst, 0, x.shape[0], "sum")
 
 
-def _graph(kind: str) -> Tensor:
-    torch.manual_seed(1)
-    if kind == "none":
-        return torch.zeros(2, 0, dtype=torch.long)
-    edge_index = torch.randint(NODES, (2, 700))
-    if kind == "hub":
-        edge_index[1, :500] = 3
-        edge_index[0, :300] = 7
-    return edge_index
-
-
 def _arguments(model: nn.Module, edge_index: Tensor) -> tuple[Tensor, ...]:
     rows, width = (NODES, 3) if isinstance(model, Equivariant) else (edge_index.shape[1], FEATURES)
     return torch.randn(NODES, WIDTH), edge_index, torch.randn(rows, width)
@@ -106,7 +96,7 @@ def test_a_joint_pass_gives_the_results_and_gradients_of_eager(
 ) -> None:
     torch.manual_seed(0)
     model = make()
-    given = _arguments(model, _graph(kind))
+    given = _arguments(model, random_edges(kind, NODES))
     compiled = gnnc.compile(model, precision="fp32")
     torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-4, atol=1e-4)
     _total(model(*given)).backward()
@@ -126,7 +116,7 @@ def test_two_reductions_of_one_edge_mlp_are_one_pass() -> None:
     model = Equivariant()
     compiled = gnnc.compile(model, precision="fp32")
     with torch.no_grad():
-        compiled(*_arguments(model, _graph("plain")))
+        compiled(*_arguments(model, random_edges("plain", NODES)))
     assert _groups(compiled) == [2]
     assert "joint_bodies" in _kernels(compiled)
 
@@ -142,7 +132,7 @@ class Sines(EdgeStates):
 
 def test_bodies_that_tiles_have_no_steps_for_are_one_pass_in_blocks() -> None:
     model = Sines()
-    given = _arguments(model, _graph("hub"))
+    given = _arguments(model, random_edges("hub", NODES))
     compiled = gnnc.compile(model, precision="fp32")
     with torch.no_grad():
         torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-4, atol=1e-4)
@@ -159,7 +149,7 @@ def _gradient_of_maximum(compiled: gnnc.CompiledModel, *given: Tensor) -> Tensor
 
 def test_an_extremum_and_its_comparisons_are_joined() -> None:
     model = Equivariant("max")
-    given = _arguments(model, _graph("hub"))
+    given = _arguments(model, random_edges("hub", NODES))
     compiled = gnnc.compile(model, precision="fp32")
     grad = _gradient_of_maximum(compiled, *given)
     assert "joint_bodies" in _kernels(compiled) and max(_groups(compiled)) >= 5
@@ -174,7 +164,7 @@ def test_an_extremum_is_compared_with_values_of_the_same_bits(monkeypatch: pytes
     get_backend("cpu")  # registers its kernels where no test before has
     monkeypatch.setitem(registry._KERNELS, "cpu", list(map(other, registry.kernels("cpu"))))
     model = OneMaximum()
-    given = _arguments(model, _graph("hub"))
+    given = _arguments(model, random_edges("hub", NODES))
     compiled = gnnc.compile(model, precision="fp32")
     grad = _gradient_of_maximum(compiled, *given)
     assert "joint_bodies" not in _kernels(compiled)
@@ -186,7 +176,7 @@ def test_an_extremum_is_compared_with_values_of_the_same_bits(monkeypatch: pytes
 def test_gradients_of_a_body_by_both_ends_and_over_all_edges_are_one_pass() -> None:
     model = Equivariant()
     compiled = gnnc.compile(model, precision="fp32")
-    x, edge_index, pos = _arguments(model, _graph("plain"))
+    x, edge_index, pos = _arguments(model, random_edges("plain", NODES))
     _total(compiled(x, edge_index, pos)).backward()
     assert max(_groups(compiled)) >= 6
     backward = str(compiled).partition("def backward(")[2]
@@ -197,7 +187,7 @@ def test_a_body_that_needs_the_result_of_another_stays_apart() -> None:
     model = Chain()
     compiled = gnnc.compile(model, precision="fp32")
     with torch.no_grad():
-        compiled(*_arguments(model, _graph("plain")))
+        compiled(*_arguments(model, random_edges("plain", NODES)))
     assert _groups(compiled) == []
 
 
@@ -205,5 +195,5 @@ def test_the_reference_backend_keeps_bodies_apart() -> None:
     model = Equivariant()
     compiled = gnnc.compile(model, precision="fp32", backend="reference")
     with torch.no_grad():
-        compiled(*_arguments(model, _graph("plain")))
+        compiled(*_arguments(model, random_edges("plain", NODES)))
     assert _groups(compiled) == []

@@ -12,6 +12,18 @@ from torch_geometric.utils import scatter
 WIDTH, FEATURES, HEADS, RELATIONS, VECTORS = 64, 16, 4, 4, 16
 
 
+def random_edges(kind: str, nodes: int) -> Tensor:
+    """Return no edges ("none"), 700 random ones ("plain"), or such with a hub at either end ("hub")."""
+    torch.manual_seed(1)
+    if kind == "none":
+        return torch.zeros(2, 0, dtype=torch.long)
+    edge_index = torch.randint(nodes, (2, 700))
+    if kind == "hub":
+        edge_index[1, :500] = 3
+        edge_index[0, :300] = 7
+    return edge_index
+
+
 def mlp(inputs: int, out: int = WIDTH, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     """Return two linear layers with an activation between."""
     return nn.Sequential(nn.Linear(inputs, WIDTH), activation(), nn.Linear(WIDTH, out))
