@@ -84,7 +84,7 @@ struct GemmArgs {
   int64_t rows;
 };
 
-// One of the products of x: its weight, the threads that run the row program of a row, and the row program. The
+// A product of x: its weight, the number of threads that run the row program of a row, and the row program. The
 // configurations of all parts of a launch differ in kOut alone.
 template <class Config_, int kLanes_, class Epilogue>
 struct Part {

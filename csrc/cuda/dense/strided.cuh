@@ -2,9 +2,9 @@
 
 // strided: copies a view of a tensor (a slice, a permutation) to rows of its own, or sums one of its dimensions.
 //
-// An element of the result is the sum of Config::kTerms elements of x, kTermStride apart, in order, or an element of x
-// where kTerms is 0. The row and the two or three dimensions behind it have any strides in x. Sums begin at zero, as in
-// torch: negative zeros add up to positive zero. Traffic: the elements of x that are read, and the result, once.
+// An element of the result is the sum of Config::kTerms elements of x, kTermStride apart, in order; if kTerms is 0, it
+// is an element of x. The row and the two or three dimensions behind it have any strides in x. Sums begin at zero, as
+// in torch: negative zeros add up to positive zero. Traffic: the elements of x that are read, and the result, once.
 // Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads, a thread an element of the result.

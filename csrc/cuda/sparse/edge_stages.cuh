@@ -16,8 +16,7 @@
 //   column<stage>(row, source, edge, results, column): a column of a product's operand, or of a stored value,
 //   term<stage>(row, source, edge, results, column, k): a term of a column of a sum,
 //   weight<stage>(k, column), bias<stage>(column).
-// Where the body's value follows from the last product column by column (kInFragments), that product need not be
-// stored:
+// The last product need not be stored if the body's value follows from it column by column (kInFragments):
 //   fragment(row, source, edge, results, column, product, vectors, values) gives the value for a product in a register,
 //   vector<number>(column) an element of the kVectors vectors of kVectorWidth constants that it takes. They lie behind
 //   the weights, at kVectorsAt, and of that product's weights kHeld pairs of fragments stay in registers.

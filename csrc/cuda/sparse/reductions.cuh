@@ -10,15 +10,6 @@
 
 namespace gnnc {
 
-// Takes the values of the first `count` of kEdges edges, which lie kApart floats from each other, one after the other.
-template <int kEdges, int kApart, class Reduction>
-__device__ __forceinline__ void take_each(Reduction& state, const float* values, int count) {
-#pragma unroll
-  for (int e = 0; e < kEdges; ++e) {
-    if (e < count) state.take(values + e * kApart);
-  }
-}
-
 enum class Join { sum, mean, max, min, softmax };
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
@@ -41,9 +32,13 @@ struct Reduction {
       total += v;
     }
   }
+  // Takes the values of the first `count` of kEdges edges, which lie kApart floats from each other.
   template <int kEdges, int kApart>
   __device__ __forceinline__ void take_edges(const float* values, int count) {
-    take_each<kEdges, kApart>(*this, values, count);
+#pragma unroll
+    for (int e = 0; e < kEdges; ++e) {
+      if (e < count) take(values + e * kApart);
+    }
   }
   __device__ void merge(const Reduction& part) { take(&part.total); }
   __device__ Reduction of_thread(int lane) const { return {__shfl_sync(0xffffffffu, total, lane)}; }
