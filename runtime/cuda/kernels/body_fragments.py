@@ -9,6 +9,7 @@ from math import prod
 
 from torch.fx import Node
 
+from gnnc.ir.nodes import reached
 from gnnc.runtime.cuda.kernels.body_places import Place, places
 from gnnc.runtime.cuda.kernels.body_scope import Scope
 from gnnc.runtime.cuda.kernels.body_stages import Fragment, ProductStage, Stage, place_of
@@ -47,8 +48,8 @@ def fragment_of(
     is_long = isinstance(stage, ProductStage) and stage.type is not None and stage.inputs >= _LEAST_INPUTS
     if not is_long or stage.outputs != width or width not in _WIDTHS:
         return None
-    read = _read_by(value, product)
-    operands = [node for node in read if node.op == "placeholder"]
+    read = reached([value], lambda node: () if node is product else node.all_input_nodes)
+    operands = [node for node in value.graph.find_nodes(op="placeholder") if node in read]
     if product not in read or not all(_is_near(str(node.target), copied) for node in operands):
         return None
     if any(node in stages for node in read if node is not product):
@@ -63,18 +64,6 @@ def fragment_of(
     elements = tuple(f"step::as_float({node.target}[column])" for node in vectors)
     is_short = len(stages) == 1 and all(node in vectors for node in operands) and len(vectors) <= 1
     return Fragment(width, _MOST_HELD if is_short else 0, (*scope.lines, f"values[0] = {name};"), elements)
-
-
-def _read_by(value: Node, product: Node) -> dict[Node, None]:
-    """Return the nodes that a value is computed from, up to the product, in order."""
-    found, todo = {value: None}, [value]
-    while todo:
-        node = todo.pop()
-        for operand in node.all_input_nodes if node is not product else ():
-            if operand not in found:
-                found[operand] = None
-                todo.append(operand)
-    return found
 
 
 def _is_near(operand: str, copied: Container[str]) -> bool:

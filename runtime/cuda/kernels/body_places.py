@@ -83,10 +83,9 @@ def _linear_form(index: ast.expr) -> tuple[int, int] | None:
             terms = _linear_form(left), _linear_form(right)
             combine = operator.add if isinstance(sign, ast.Add) else operator.sub
             return None if None in terms else tuple(map(combine, *terms))
-        case ast.BinOp(ast.Constant(int(one)), ast.Mult(), right):
-            form = _linear_form(right)
-            return None if form is None else (one * form[0], one * form[1])
-        case ast.BinOp(left, ast.Mult(), ast.Constant(int(other))):
-            form = _linear_form(left)
-            return None if form is None else (form[0] * other, form[1] * other)
+        case ast.BinOp(ast.Constant(int(number)), ast.Mult(), term) | ast.BinOp(
+            term, ast.Mult(), ast.Constant(int(number))
+        ):
+            form = _linear_form(term)
+            return None if form is None else (number * form[0], number * form[1])
     return None
