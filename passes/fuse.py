@@ -215,15 +215,17 @@ def _siblings(gemm: Node, target: Target) -> list[Node]:
     if not isinstance(columns, int):
         return []
     siblings: list[Node] = []
-    covered = _row_ops(gemm)[0]
+    widths, covered = [_width_of(gemm)], _row_ops(gemm)[0]
     node = gemm.next
     while node.op != "root":
         if _anchor_family(node):
             if node.target is not gemm.target or first_operand(node) is not x:
                 break
-            widths = [_width_of(each) for each in (gemm, *siblings, node)]
+            widths.append(_width_of(node))
+            if not target.joins_products(dtype, columns, widths):
+                break
             own, operands = _row_ops(node)
-            if not covered.isdisjoint(operands) or not target.joins_products(dtype, columns, widths):
+            if not covered.isdisjoint(operands):
                 break
             siblings.append(node)
             covered |= own
@@ -324,7 +326,8 @@ def _admission(
         casts = _own_casts(op, group, target) if target.widens_operands else ()
         if not partition.add(group, (*casts, *op.covers)) and not (casts and partition.add(group, op.covers)):
             return False
-        scales.extend([op] if op.kind == SCALE_TENSOR else [])
+        if op.kind == SCALE_TENSOR:
+            scales.append(op)
         return True
 
     return admit

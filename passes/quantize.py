@@ -39,7 +39,7 @@ from gnnc.passes.quantization.bf16_attention import use_bf16_for_attention
 from gnnc.passes.quantization.bf16_narrow_rows import use_bf16_for_narrow_rows
 from gnnc.passes.quantization.bf16_partials import producer, round_partials_to_bf16
 from gnnc.passes.quantization.bf16_products import use_bf16_for_product
-from gnnc.passes.quantization.body_products import multiply_low
+from gnnc.passes.quantization.body_products import gather_low, has_products, multiply_low
 from gnnc.passes.quantization.gradients import GradientRounding, GradientScale, Quantized, Rounding
 from gnnc.passes.quantization.logit_rows import logit_rows, read_rounded
 from gnnc.passes.quantization.number_formats import (
@@ -221,7 +221,7 @@ def _candidates(node: Node) -> list[Candidate]:
 def _rewrite_of(node: Node) -> "Callable[[_Builder], Node | None]":
     """Return the function that builds the low-precision form of a primitive."""
     if has_body(node):
-        return multiply_low
+        return multiply_low if has_products(node) else gather_low
     return _QUANTIZED[_op(node).name] if node.meta["precision"].is_quantized else _round_operands
 
 

@@ -80,7 +80,7 @@ def format_of(asked: Precision, target: Target) -> Precision | None:
 
 def gathers_low(node: Node, target: Target) -> bool:
     """Return whether a message without products reads rows of sources in 16 bits on a target."""
-    if not target.rounds_body_rows or str(node.target) != "gnnc.message.default":
+    if not target.rounds_body_rows or node.target is not gnnc.message.default:
         return False
     ops = {aten_name(inner).partition(".")[0] for inner in parse_body(argument(node, "body")).graph.nodes}
     return ops.isdisjoint(_CANCEL) and bool(_roundable(node, argument(node, "src")))
@@ -151,8 +151,6 @@ def multiply_low(build: Any) -> Node | None:
         build.note(f"stays FP32: products in bodies of a model that trains are not computed in {precision}")
         return None
     found = products_of(node)
-    if not found:
-        return _gather_low(build)
     reasons = _reasons(node, found)
     of_gradients = _of_gradients(node, build.gradients.nodes) if precision == _FP16 else set()
     if _BF16.name not in build.ctx.target.body_products:
@@ -182,8 +180,14 @@ def multiply_low(build: Any) -> Node | None:
     return result
 
 
-def _gather_low(build: Any) -> Node:
-    """Return a message that reads rows of sources in 16 bits: for 8 bits bf16, with the range of FP32."""
+def gather_low(build: Any) -> Node:
+    """Return a message without products that reads rows of sources in 16 bits.
+
+    For 8 bits these are bf16, which has the range of FP32.
+
+    Args:
+        build: builder of nodes before the op (``gnnc.passes.quantize``).
+    """
     precision, body = _BF16 if build.precision.is_quantized else build.precision, _Body(build)
     body.round_sources(precision)
     result = body.finish()

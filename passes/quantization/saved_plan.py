@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.errors import PrecisionError, UnsupportedError
+from gnnc.ir.nodes import op_name
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.body_products import has_products
@@ -137,11 +138,6 @@ def _match(
     return matched
 
 
-def _is_message(node: Node) -> bool:
-    """Return whether a node is a message, whose rows some backends gather in low precision."""
-    return str(node.target) == "gnnc.message.default"
-
-
 def _check(layer: str, name: str, node: Node, option: Option, ctx: Context) -> None:
     if option.precision.name not in ctx.target.supported:
         have = ", ".join(sorted(ctx.target.supported))
@@ -150,7 +146,9 @@ def _check(layer: str, name: str, node: Node, option: Option, ctx: Context) -> N
             f"it has {have}"
         )
     known = list(options_of(node, ctx, option.precision))
-    known += [Option(option.precision)] if has_products(node) or _is_message(node) else []
+    # of a message without products, some backends gather rows in low precision
+    is_body = has_products(node) or op_name(node) == "message"
+    known += [Option(option.precision)] if is_body else []
     if option in known or (
         option.granularity is None and any(o.precision == option.precision for o in known)
     ):

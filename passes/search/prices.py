@@ -12,11 +12,10 @@ from gnnc.ir.attention import match_attention
 from gnnc.ir.nodes import operand
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.row_local import classify
-from gnnc.passes.quantization.number_formats import FULL, Option, is_low_aggregation
+from gnnc.passes.quantization.number_formats import FLOAT_DTYPES, FULL, Option, is_low_aggregation
 from gnnc.passes.rewrite.assumed_sizes import AssumedSizes
 from gnnc.target import Target
 
-_FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _CALIBRATED = {"fp8": "int8"}
 """The precision whose rates stand for those of one that is not calibrated: rows of as many bytes."""
 
@@ -39,7 +38,8 @@ class Prices:
         """Return whether one kernel multiplies a tensor, in a format, with the weights of all products."""
         columns, *widths = (node.meta["val"].shape[-1] for node in (tensor, *products))
         precision = Option.parse(name).precision
-        dtype = precision.activation_qtype().dtype if precision.is_quantized else _FLOATS[precision.name]
+        dtype = FLOAT_DTYPES.get(precision.name, torch.float32)
+        dtype = precision.activation_qtype().dtype if precision.is_quantized else dtype
         return len(products) == 1 or self._target.joins_products(dtype, columns, widths)
 
     def op(self, node: Node, option: Option) -> float:
