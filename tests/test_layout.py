@@ -158,7 +158,6 @@ def test_the_headings_of_how_it_works_follow_the_pipeline() -> None:
     assert re.findall(r"`(\w+)`", headings) == [step.name for step in PIPELINE]
 
 
-@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "folder", ["gnnc", "passes", "runtime", "tests/support", "tests/emulator", "examples", "benchmarks"]
 )

@@ -313,7 +313,7 @@ BODY = (
 
 
 def body(d: Draw) -> None:
-    """A body on tiles of edges, with rows of few columns."""
+    """Check a body on tiles of edges, with rows of few columns."""
     g, reduce = d.graph(), d.one(("sum", "mean", "max", "min", ""))
     narrow, outputs, heads, width = (d.one((1, 2, 4, 7, 16, 32, 47)) for _ in range(4))
     joined = outputs + heads * width + narrow

@@ -170,17 +170,24 @@ def is_fast(name: str, graph: str) -> bool:
 )
 @pytest.mark.parametrize("loss", [forces, slopes])
 def test_potentials_train(loss: Callable[[Tensor], Step], name: str, graph: str) -> None:
-    """In FP32 the error against float64 is at most a few times that of eager."""
+    """In FP32 the error is at most a few times the largest of eager, whose edges are in several orders."""
     torch.manual_seed(0)
-    model, step = POTENTIALS[name](), loss(GRAPHS[graph])
-    eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
-    calls = ((gnnc.compile(model, "fp32"), model), (eager, eager), (exact, exact))
-    results = [[*step(call, owner), *(p.grad for p in owner.parameters())] for call, owner in calls]
-    for found, expected, wanted in zip(*results, strict=True):
+    model, edges = POTENTIALS[name](), GRAPHS[graph]
+    compiled, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+
+    def results(call: Any, owner: nn.Module, order: Tensor) -> list[Tensor | None]:
+        owner.zero_grad()
+        return [*loss(edges[:, order])(call, owner), *(p.grad for p in owner.parameters())]
+
+    as_given = torch.arange(edges.shape[1])
+    orders = [as_given, *(torch.randperm(len(as_given)) for _ in range(3))]
+    of_eager = [results(model, model, order) for order in orders]
+    of_both = (results(gnnc.compile(compiled, "fp32"), compiled, as_given), results(exact, exact, as_given))
+    for found, wanted, *eager in zip(*of_both, *of_eager, strict=True):
         assert (found is None) == (wanted is None)
         if wanted is not None:
-            allowed = 4 * (expected - wanted).norm() + 1e-5 * wanted.norm() + 1e-6
-            assert (found - wanted).norm() <= allowed
+            noise = max((other - wanted).norm() for other in eager)
+            assert (found - wanted).norm() <= 4 * noise + 1e-5 * wanted.norm() + 1e-6
 
 
 def test_third_gradients_and_gradients_of_tangents() -> None:
