@@ -8,7 +8,7 @@ and runs by itself.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -156,7 +156,8 @@ def _anchor(partition: Partition, node: Node, target: Target) -> None:
     elif str(node.target) == _ATTENTION_BACKWARD:
         _grow_attention_backward(partition, node, target)
     elif str(node.target) == _BODY_ATTENTION_BACKWARD:
-        _grow_body_attention_backward(partition, node, target)
+        results = {result_index(result) for result in node.users}
+        _grow_gradients(partition, "body_attention_backward", node, results, target)
     elif partition.group_of(node) is None and (kind := _anchor_family(node)):
         if kind == "gemm":
             _grow_gemm(partition, node, _siblings(node, target), target)
@@ -248,30 +249,36 @@ def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...]
         partition.dissolve(group)
 
 
-def _grow_attention_backward(partition: Partition, anchor: Node, target: Target) -> None:
-    """Group a gradient of attention with the row program of that of x, and the divisions of the others."""
-    group = partition.start("attention_backward", anchor)
+def _grow_gradients(
+    partition: Partition, kind: str, anchor: Node, divided: Collection[int], target: Target
+) -> Group:
+    """Group a gradient of attention with the row program behind the one of x, its first result.
+
+    Args:
+        partition: the groups; the new one is of ``kind``.
+        kind: name of the fused op.
+        anchor: the op, whose users take its results.
+        divided: places of the results whose divisions by a number join.
+        target: the backend.
+    """
+    group = partition.start(kind, anchor)
     partition.add(group, (anchor, *anchor.users))
+    for result in anchor.users:
+        place = result_index(result)
+        if place == 0:
+            linearize(result, _admission(partition, group, target))
+        elif place in divided:
+            _divide(partition, group, result)
+    return group
+
+
+def _grow_attention_backward(partition: Partition, anchor: Node, target: Target) -> None:
+    """Group a gradient of attention, as ``_grow_gradients`` does, with casts of its operands to FP32."""
+    group = _grow_gradients(partition, "attention_backward", anchor, ATTENTION_VECTORS, target)
     for end in unpack(anchor, *_ENDS) if target.widens_operands else ():
         chain = _widening_chain(end, target)
         if all(set(node.users) <= group.nodes.keys() | set(chain) for node in chain):
             partition.add(group, chain)
-    for result in anchor.users:
-        if result_index(result) == 0:
-            linearize(result, _admission(partition, group, target))
-        elif result_index(result) in ATTENTION_VECTORS:
-            _divide(partition, group, result)
-
-
-def _grow_body_attention_backward(partition: Partition, anchor: Node, target: Target) -> None:
-    """Group a gradient of attention with the row program of that of x, and the divisions of the others."""
-    group = partition.start("body_attention_backward", anchor)
-    partition.add(group, (anchor, *anchor.users))
-    for result in anchor.users:
-        if result_index(result) == 0:
-            linearize(result, _admission(partition, group, target))
-        else:
-            _divide(partition, group, result)
 
 
 def _divide(partition: Partition, group: Group, result: Node) -> None:
