@@ -82,6 +82,26 @@ def build_program(
     if use_examples:  # passes run the graph on them, before the program's own bounds are known
         Bounds(captured.guards.inputs, index_bounds(captured.graph_module)).check(captured.call.tensors)
     traced = time.perf_counter()
+    context = _context(model, captured, options, use_examples)
+    if trains:
+        want_gradients(model, captured)
+    # Passes run nodes again for the shapes of their results: without autograd, and with the guessed numbers.
+    with torch.no_grad(), guessed(guesses or {}), _own_saved_tensors():
+        first = Parts(forward=captured.graph_module)
+        later, context = _run_passes(first, options, context)
+        stages = [("capture", first), *later]
+        _check_symbols(captured)
+        lowered = _lower(type(model).__name__, captured, options, stages, context, pool)
+    scaled_weights = _scaled_weights(model, captured, stages)
+    drop_structure(lowered.parts.forward, context)
+    captured = dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=()))
+    program = _program(model, captured, options.backend, stages, context, lowered, scaled_weights)
+    program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
+    return program
+
+
+def _context(model: torch.nn.Module, captured: Captured, options: Options, use_examples: bool) -> Context:
+    """Return the context of the passes, with a note for each attribute that is not written back."""
     context = Context(
         precision=options.precision,
         overrides=dict(options.overrides),
@@ -93,57 +113,76 @@ def build_program(
     )
     for path in captured.unwritten:
         context.note(None, f"forward sets {path}; compiled calls leave the caller's as it is")
-    if trains:
-        want_gradients(model, captured)
-    # shapes are inferred again
-    with torch.no_grad(), guessed(guesses or {}), _own_saved_tensors():
-        parts = Parts(forward=captured.graph_module)
-        stages = [("capture", parts)]
-        later, context = _run_passes(parts, options, context)
-        stages += later
-        parts = stages[-1][1]
-        _check_symbols(captured)
-        runner = _structure_runner(options.backend, parts.structure)
-        make = partial(
-            options.backend.executable,
-            pool=pool,
-            check_finite=options.check_finite,
-            cuda_graph=options.cuda_graph,
-        )
-        owner = type(model).__name__
-        errors = _gradient_errors(stages, options, context, make)
-        features = _features_program(parts.features, options.backend, make)
-        if parts.backward is None:
-            executable = make(parts.forward)
-        else:
-            executable = TrainingExecutable(owner, parts, make, _differentiated(owner, options, stages))
-        found = _index_bounds(stages)
-        found = [*found, *bounds_by_type(captured.call.names, found)]
-        bounds = Bounds(captured.guards.inputs, found)
-        if runner is not None and parts.structure is not None:
-            bounds.leave_to(runner, parts.structure)
-    scaled_weights = _scaled_weights(model, captured, stages)
-    drop_structure(parts.forward, context)
-    captured = dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=()))
-    writer = CallWriter(model, captured, parts, bounds, features)
+    return context
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lowered:
+    """The executables of the last stage's graphs, and the bounds of the indices that they read."""
+
+    parts: Parts
+    executable: Executable | TrainingExecutable
+    runner: StructureRunner | None
+    features: FeaturesProgram | None
+    bounds: Bounds
+    gradient_errors: GradientErrors | None
+
+
+def _lower(
+    owner: str,
+    captured: Captured,
+    options: Options,
+    stages: Sequence[Stage],
+    context: Context,
+    pool: OutputPool,
+) -> _Lowered:
+    """Lower the graphs of the last stage for the backend."""
+    backend, (_, parts) = options.backend, stages[-1]
+    runner = None if parts.structure is None else backend.structure_program(parts.structure)
+    make = partial(
+        backend.executable, pool=pool, check_finite=options.check_finite, cuda_graph=options.cuda_graph
+    )
+    errors = _gradient_errors(stages, options, context, make)
+    features = _features_program(parts.features, backend, make)
+    if parts.backward is None:
+        executable = make(parts.forward)
+    else:
+        executable = TrainingExecutable(owner, parts, make, _differentiated(owner, options, stages))
+    found = _index_bounds(stages)
+    bounds = Bounds(captured.guards.inputs, [*found, *bounds_by_type(captured.call.names, found)])
+    if runner is not None and parts.structure is not None:
+        bounds.leave_to(runner, parts.structure)
+    return _Lowered(parts, executable, runner, features, bounds, errors)
+
+
+def _program(
+    model: torch.nn.Module,
+    captured: Captured,
+    backend: Backend,
+    stages: Sequence[Stage],
+    context: Context,
+    lowered: _Lowered,
+    scaled_weights: ScaledWeights | None,
+) -> Program:
+    """Return the program, with the generated functions of its calls."""
+    executable, runner = lowered.executable, lowered.runner
+    writer = CallWriter(model, captured, lowered.parts, lowered.bounds, lowered.features)
     bind = partial(writer.compile, finish=False)
-    program = Program(
+    return Program(
         captured=captured,
-        backend=options.backend,
+        backend=backend,
         snapshots=tuple(stages),
         context=context,
         executable=executable,
         runner=runner,
-        features=features,
-        bounds=bounds,
+        features=lowered.features,
+        bounds=lowered.bounds,
         run=executable.whole(writer.compile(executable, runner)),
         bind=bind,
         profiled=executable.whole(bind(executable.profile, runner)),
         scaled_weights=scaled_weights,
-        gradient_errors=errors,
+        gradient_errors=lowered.gradient_errors,
     )
-    program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
-    return program
 
 
 @contextlib.contextmanager
@@ -193,10 +232,6 @@ def _gradient_errors(
     errors = gradient_errors(before.forward, stages, context, make)
     context.step = None
     return errors
-
-
-def _structure_runner(backend: Backend, structure: GraphModule | None) -> StructureRunner | None:
-    return None if structure is None else backend.structure_program(structure)
 
 
 def _features_program(
