@@ -202,7 +202,8 @@ def values_taken(name: str) -> int:
 
 
 def pair_values(names: Sequence[str], values: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """Each reduction with the values that it takes."""
+    """Return each reduction with the values that it takes, which are all values of the body in turn."""
+    assert sum(map(values_taken, names)) == len(values), (names, len(values))
     rest = iter(values)
     return ((name, list(islice(rest, values_taken(name)))) for name in names)
 
