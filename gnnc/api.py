@@ -21,6 +21,7 @@ from gnnc.compiler.options import (
     check_precisions,
     checks_scales,
     default_precision,
+    graph_mode,
     overrides_of,
     passes_of,
     refuse_unbuilt,
@@ -57,7 +58,8 @@ def compile(  # noqa: A001  the name is the public contract
     """Compile a graph neural network to low precision.
 
     Args:
-        model: a PyTorch Geometric or plain PyTorch message-passing model with float32 parameters.
+        model: a PyTorch Geometric or plain PyTorch message-passing model with float32 parameters; of a
+            compiled model, the model that it was compiled from.
         precision: precision of weights and activations: ``fp32``, ``fp16`` (on the CPU by
             rounding alone), ``bf16``, ``int8``, ``fp8`` (on GPUs of sm_89 and newer), or ``auto``: the
             precision of each op that is predicted fastest within ``error_budget``; the other known names
@@ -95,7 +97,7 @@ def compile(  # noqa: A001  the name is the public contract
             f"gnnc.compile takes a torch.nn.Module, got {type(model).__name__}; wrap a function in a module "
             "whose forward calls it"
         )
-    refuse_unbuilt(qat, cuda_graph)
+    refuse_unbuilt(qat)
     if isinstance(model, CompiledModel):
         model = model.model
     refuse_untraceable(model)
@@ -114,7 +116,7 @@ def compile(  # noqa: A001  the name is the public contract
         backend=chosen_backend,
         requested=backend,
         check_finite=checks_scales(check_finite),
-        cuda_graph=cuda_graph,
+        cuda_graph=graph_mode(cuda_graph),
         pipeline=passes_of(pipeline),
         plan=None if plan is None else Plan.load(plan),
     )

@@ -133,14 +133,19 @@ def passes_of(pipeline: Any) -> tuple[Pass, ...]:
     return passes
 
 
-def refuse_unbuilt(qat: bool, cuda_graph: Any) -> None:
-    """Refuse options of later versions, and values that mean nothing."""
+def refuse_unbuilt(qat: bool) -> None:
+    """Refuse options of later versions."""
     if qat:
         raise UnsupportedError(
             "qat=True is not built in this version: train the original model, then compile it"
         )
-    if cuda_graph not in ("auto", True, False):
-        raise GnncError(f"cuda_graph must be 'auto', True or False, got {cuda_graph!r}")
+
+
+def graph_mode(value: Any) -> Any:
+    """Return whether calls replay a CUDA graph: ``auto`` or a bool; GnncError for other values."""
+    if value not in ("auto", True, False):
+        raise GnncError(f"cuda_graph must be 'auto', True or False, got {value!r}")
+    return value
 
 
 def budget(value: float) -> float:
