@@ -96,7 +96,7 @@ struct GatherBody {
       if constexpr (kScaled) e.scale[i] = window.template factor<float>(place[i]);
     }
   }
-  // Where kStores, something for every column of the row, neighbouring threads side by side.
+  // Where kStores, something for every column of the row, neighboring threads side by side.
   template <class Work>
   __device__ void finish(const Work& work, int) {
     if constexpr (kStores) {
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled, kValued
   }
   if (body.seen == 0x12345678u) *out = 1;
 }
-// Each warp has neighbouring edges: a share of them where kShares, else it takes turns with all others. The
+// Each warp has neighboring edges: a share of them where kShares, else it takes turns with all others. The
 // last edges, fewer than a step, are left out. Where kStores, each step writes its share of so many pieces.
 template <Element kElement, int kWidth, bool kScaled, bool kValued, bool kShares, bool kStores>
 __global__ void __launch_bounds__(1024, 1)
@@ -537,7 +537,7 @@ def compile_ahead() -> None:
 
 
 def spmm_widths(name: str) -> dict[str, Any]:
-    """Time sums over neighbours at every width, in each precision."""
+    """Time sums over neighbors at every width, in each precision."""
     compile_ahead()
     rowptr, col = make_csr(name)
     nodes, edges = rowptr.numel() - 1, col.numel()

@@ -2,7 +2,7 @@ r"""Measures what rounding gradients to int8 costs: errors of the sums over the 
 
     python benchmarks/gradient_errors.py --out benchmarks/results/cpu-gradient-errors.json
 
-The gradients are those of the hidden layer of a two-layer GCN at initialisation, 64 columns, of cross-entropy
+The gradients are those of the hidden layer of a two-layer GCN at initialization, 64 columns, of cross-entropy
 over all nodes: on Amazon Computers, and on a graph of ogbn-arxiv's shape, once with classes that neighbors
 mostly share and features around the center of each class, once with random labels and features. Each error is
 that of a matrix relative to FP32's (L2), in percent, of all rows or of the 20 rows with most edges; of
@@ -53,7 +53,7 @@ class Gradients:
 
 
 def gradients(edge_index: Tensor, x: Tensor, y: Tensor) -> Gradients:
-    """Return the gradients of a GCN at initialisation."""
+    """Return the gradients of a GCN at initialization."""
     torch.manual_seed(0)
     nodes = x.shape[0]
     edge_index = torch.cat(

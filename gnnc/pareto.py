@@ -204,47 +204,47 @@ def draw(results: Sequence[Pareto], path: str | Path) -> None:
     )
     figure.draw_without_rendering()  # names are placed in the final layout
     for axes, result in zip(figure.axes, results, strict=True):
-        _name_points(axes, result.points, _is_labelled(result))
+        _name_points(axes, result.points, _is_labeled(result))
     save(figure, path)
 
 
 def _panel(axes: Any, result: Pareto) -> None:
     from gnnc.report.figure_style import MUTED, tidy
 
-    labelled = _is_labelled(result)
+    labeled = _is_labeled(result)
     for is_auto, color, marker in ((False, _UNIFORM, "s"), (True, _AUTO, "o")):
         points = [point for point in result.points if point.is_auto == is_auto]
         xs = [point.seconds * 1e3 for point in points]
-        ys = [_height(point, labelled) for point in points]
+        ys = [_height(point, labeled) for point in points]
         label = "auto, by error budget" if is_auto else "one precision for all"
         axes.scatter(xs, ys, color=color, marker=marker, s=34, label=label, zorder=3)
     tidy(axes, result.model)
     axes.set_xlabel("time of a call, ms", fontsize=8.5, color=MUTED)
-    axes.set_ylabel("accuracy, %" if labelled else "relative error of the output", fontsize=8.5, color=MUTED)
-    if not labelled:
+    axes.set_ylabel("accuracy, %" if labeled else "relative error of the output", fontsize=8.5, color=MUTED)
+    if not labeled:
         axes.set_yscale("log")
     axes.margins(0.18)
     low, high = axes.get_ylim()
-    if labelled and high - low < _LEAST_ACCURACY_SPAN:
+    if labeled and high - low < _LEAST_ACCURACY_SPAN:
         middle = (low + high) / 2
         axes.set_ylim(middle - _LEAST_ACCURACY_SPAN / 2, middle + _LEAST_ACCURACY_SPAN / 2)
     axes.set_xlim(left=0)
 
 
-def _is_labelled(result: Pareto) -> bool:
+def _is_labeled(result: Pareto) -> bool:
     return all(point.accuracy is not None for point in result.points)
 
 
-def _name_points(axes: Any, points: Sequence[Point], labelled: bool) -> None:
+def _name_points(axes: Any, points: Sequence[Point], labeled: bool) -> None:
     from gnnc.report.figure_style import name_points
 
-    places = [(point.seconds * 1e3, _height(point, labelled)) for point in points]
+    places = [(point.seconds * 1e3, _height(point, labeled)) for point in points]
     colors = [_AUTO if point.is_auto else _UNIFORM for point in points]
     name_points(axes, places, [point.name for point in points], colors)
 
 
-def _height(point: Point, labelled: bool) -> float:
-    if labelled:
+def _height(point: Point, labeled: bool) -> float:
+    if labeled:
         assert point.accuracy is not None
         return point.accuracy
     return max(point.error, 1e-8)

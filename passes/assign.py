@@ -217,12 +217,12 @@ def _check_supported(precision: Precision, ctx: Context) -> None:
 def _fixed(graph: fx.Graph) -> dict[Node, str]:
     """The ops that stay FP32 for what their results are there for, and what that is."""
     logits = dict.fromkeys(_softmax_logits(graph), "its result is the logits of an edge softmax")
-    cancelling = dict.fromkeys(variances(graph), "its result is a part of a variance, of which most cancels")
+    canceling = dict.fromkeys(variances(graph), "its result is a part of a variance, of which most cancels")
     norms = dict.fromkeys(statistics(graph), "its result is the statistics of a norm of its operand")
     gradients = dict.fromkeys(
         _readers_of_logit_gradients(graph), "its operand is the gradient of the logits of an edge softmax"
     )
-    return logits | cancelling | norms | gradients
+    return logits | canceling | norms | gradients
 
 
 def _bodies_without_low_form(gm: fx.GraphModule, ctx: Context) -> dict[Node, str]:

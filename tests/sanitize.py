@@ -5,7 +5,7 @@
 
 The tests run once without a tool, many at a time, and leave their compiled kernels to the runs under a
 tool, of which there are as many at a time as --jobs says. Each tensor is memory of its own (torch's
-caching allocator is off), so that a read past the end of one is an error and not its neighbour. memcheck
+caching allocator is off), so that a read past the end of one is an error and not its neighbor. memcheck
 and racecheck look at kernels of gnnc only. The tests fill what torch.empty returns with NaN, which
 initcheck takes for written: that such values are never used is what the tests themselves show.
 """

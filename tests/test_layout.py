@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +24,20 @@ LEAVES = {"gnnc.environment", "gnnc.errors", "gnnc.tensor_state", "gnnc.torch_pr
 API = {"gnnc", "gnnc.__main__", "gnnc.api", "gnnc.suggest_bits", "gnnc.pareto"}
 DRIVERS = ("gnnc.compiler", "gnnc.calibrate")
 LONGEST_FILE = 600
+FOLDERS_OF_TEXT = "gnnc passes runtime csrc tests benchmarks examples docs packaging".split()
+SUFFIXES_OF_TEXT = frozenset((".py", ".md", ".h", ".cpp", ".cuh", ".toml"))
+BRITISH = re.compile(
+    r"""
+    (?: neighbo | behavio | colo | favo | hono ) [u]r
+    | i[s]ation
+    | (?: general | initial | maxim | minim | normal | optim | organ | parallel | random | real | recogn
+        | serial | special | standard | summar | symmetr | synchron | util | vector ) i[s](?: e | ing )
+    | labe[l]l | trave[l]l | (?: cance | equa | mode | signa ) [l]l(?: ed\b (?! \( ) | ing )
+    | \b ce[n]tre | licen[c]e | defen[c]e | \b analy[s]e
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+"""British spellings; a bracket in each stem keeps the pattern from finding itself."""
 
 
 @cache
@@ -150,6 +165,27 @@ def test_no_file_is_long(folder: str) -> None:
         for path in python_files(ROOT / folder)
     }
     assert not {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE}
+
+
+def files_of_text() -> Iterator[Path]:
+    """Yield the sources and pages of the repository; links to folders are not followed."""
+    for folder in FOLDERS_OF_TEXT:
+        for path, folders, names in os.walk(ROOT / folder):
+            folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
+            yield from (Path(path) / name for name in names)
+    yield from ROOT.iterdir()
+
+
+def test_spelling_is_american() -> None:
+    texts = [path for path in files_of_text() if path.suffix in SUFFIXES_OF_TEXT]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match.group()}"
+        for path in texts
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for match in BRITISH.finditer(line)
+    ]
+    assert len(texts) > 900 and BRITISH.search("normali" + "sed")
+    assert not found, "\n".join(["British spellings:", *found])
 
 
 def test_the_headings_of_how_it_works_follow_the_pipeline() -> None:

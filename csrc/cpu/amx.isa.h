@@ -53,7 +53,7 @@ GNNC_INLINE void multiply_tiles() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
 }
 
-// Returns v without the bits that bf16 has no room for: rounded towards zero, so that the rest of v is exact.
+// Returns v without the bits that bf16 has no room for: rounded toward zero, so that the rest of v is exact.
 GNNC_INLINE Floats truncated(Floats v) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(-65536)));
 }

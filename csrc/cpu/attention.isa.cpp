@@ -54,7 +54,7 @@ void softmax_row(const AttentionArgs& a, const TileRow& t, float* inverse) {
   } else {
     softmax_parts(t.weights, s.count, a.heads, a.eps, inverse, scaled);
   }
-  if (a.alpha_out != nullptr) normalise_edges(t.weights, s.count, a.heads, inverse, a.alpha_out + t.begin * a.heads);
+  if (a.alpha_out != nullptr) normalize_edges(t.weights, s.count, a.heads, inverse, a.alpha_out + t.begin * a.heads);
   if (fold_later) fold_scale(a.x_scale, s, a.heads, t.weights);
 }
 

@@ -270,7 +270,7 @@ GNNC_INLINE void write_sums(const Group& group, float* const* to, int64_t count)
   for (int64_t i = 0; i < count; ++i) *to[i] = sums[i];
 }
 
-// Adds up `terms` neighbouring values for each column of the result, 16 results at once.
+// Adds up `terms` neighboring values for each column of the result, 16 results at once.
 void fold_sums(const View& to, const View& x, int64_t terms, int64_t edges) {
   Group group{};
   float* results[16];

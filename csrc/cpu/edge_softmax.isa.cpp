@@ -20,7 +20,7 @@ void edge_softmax(const EdgeSoftmaxArgs& a, int64_t row_begin, int64_t row_end) 
     std::memcpy(logits, a.logits + begin * a.heads, static_cast<size_t>(flat) * sizeof(float));
     pad_logits(logits, flat);
     softmax_parts(logits, edges, a.heads, a.eps, inverse, []<int H>(int64_t, Floats e) { return e; });
-    normalise_edges(logits, edges, a.heads, inverse, a.out + begin * a.heads);
+    normalize_edges(logits, edges, a.heads, inverse, a.out + begin * a.heads);
   }
 }
 

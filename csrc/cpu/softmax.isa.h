@@ -111,7 +111,7 @@ GNNC_INLINE void softmax_parts(float* logits, int64_t edges, int64_t heads, floa
 }
 
 // Computes out = values * inverse by head.
-inline void normalise_edges(const float* values, int64_t edges, int64_t heads, const float* inverse, float* out) {
+inline void normalize_edges(const float* values, int64_t edges, int64_t heads, const float* inverse, float* out) {
   const int64_t flat = edges * heads;
   const bool periodic = with_heads(heads, [&]<int H>() {
     Floats factor;

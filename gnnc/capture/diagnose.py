@@ -58,7 +58,7 @@ _OUTSIDE = (
 """Messages about values that leave torch, each with our reason and the way out."""
 _WAYS_AROUND = {
     "assert_sorted_index": "this aggregation (lstm, gru, or one that sorts) runs over padded sequences of "
-    "neighbours; use mean, max, sum, softmax, std or median, or compile the layers around it",
+    "neighbors; use mean, max, sum, softmax, std or median, or compile the layers around it",
     "to_dense_batch": "give to_dense_batch its batch_size and max_num_nodes",
     "to_dense_adj": "give to_dense_adj its batch_size and max_num_nodes, or keep the graph sparse",
     "negative_sampling": "sample negative edges before the model, and pass them as an argument",

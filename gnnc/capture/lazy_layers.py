@@ -40,7 +40,7 @@ def materialize(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise CaptureError(
-                f"[{type(model).__name__}] {name!r} has no shape yet (lazy initialisation), and this call "
+                f"[{type(model).__name__}] {name!r} has no shape yet (lazy initialization), and this call "
                 "does not reach it: call the model on arguments that do, or give the layer its in_channels"
             )
 

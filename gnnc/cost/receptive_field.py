@@ -25,7 +25,7 @@ ALPHA = 3.0
 """The decay of equation 7.7; the thesis uses 3 throughout."""
 
 SAMPLES = 256
-"""Nodes of the graph from which neighbours are counted."""
+"""Nodes of the graph from which neighbors are counted."""
 
 _SAMPLES_AT_ONCE = 64
 

@@ -220,7 +220,7 @@ def _structure_box(data: Sequence[dict[str, Any]]) -> _Box:
 
 
 def _runs(ops: Iterable[str]) -> list[str]:
-    """Return the ops in order, equal neighbours merged: ``quantize ×2``."""
+    """Return the ops in order, equal neighbors merged: ``quantize ×2``."""
     counted = [(op, len(list(run))) for op, run in groupby(ops)]
     return [f"{op} ×{count}" if count > 1 else op for op, count in counted]
 

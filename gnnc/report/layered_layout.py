@@ -1,8 +1,8 @@
 """Places the nodes of an acyclic graph in layers by depth: data flows from top to bottom.
 
 The classic steps: depth by longest path, inputs just above their first use, a way-point in every
-layer that a long edge crosses, few crossings by the mean position of neighbours, then positions
-near those of the neighbours without overlap.
+layer that a long edge crosses, few crossings by the mean position of neighbors, then positions
+near those of the neighbors without overlap.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -19,7 +19,7 @@ class Layout:
     """Places of all nodes; y is the layer, 0 at the top.
 
     Attributes:
-        position: centre of each node.
+        position: center of each node.
         routes: for each edge, the points that it passes, its ends included.
         width: extent in x; positions start at 0.
         layers: number of layers.
@@ -32,7 +32,7 @@ class Layout:
 
 
 def layered_layout(graph: nx.DiGraph, widths: Mapping[Hashable, float], gap: float = 0.35) -> Layout:
-    """Lay out ``graph``, whose nodes are ``widths[node]`` wide, with ``gap`` between neighbours."""
+    """Lay out ``graph``, whose nodes are ``widths[node]`` wide, with ``gap`` between neighbors."""
     if not graph:
         return Layout({}, {}, 0.0, 0)
     depth = _depths(graph)
@@ -120,7 +120,7 @@ def _positions(
 def _separate(wanted: list[float], size: list[float], gap: float) -> list[float]:
     """Return the positions nearest to ``wanted`` (least squares) that keep order and distance.
 
-    With the required distances subtracted this is isotonic regression: pool neighbours that
+    With the required distances subtracted this is isotonic regression: pool neighbors that
     violate the order into groups placed at their mean.
     """
     offset = [0.0]

@@ -50,7 +50,7 @@ class StructureRunner:
     group, keyed by those tensors and by the plain sizes the group uses; groups run in order of
     set inclusion, the later ones on the (cached) results of the earlier. So with an ``edge_index``
     that stays and an ``edge_weight`` that is new at every call, sorting and degree counting
-    (set ``{edge_index}``) run once, and only the normalisation (set ``{edge_index, edge_weight}``)
+    (set ``{edge_index}``) run once, and only the normalization (set ``{edge_index, edge_weight}``)
     runs again. A group whose results only one other group needs, and which holds nothing
     expensive, is computed inside that group. Nodes that depend on sizes alone are computed in
     every group that uses them: they cost less than a look-up.

@@ -32,7 +32,7 @@ class DropEdge(Net):
         return self.last(self.conv(x, edge_index).relu(), edge_index)
 
 
-class NearestNeighbours(Net):
+class NearestNeighbors(Net):
     def __init__(self) -> None:
         super().__init__()
         self.last = pyg.EdgeConv(nn.Linear(16, 4))
@@ -155,7 +155,7 @@ class TwoCountsOfRows(nn.Module):
 # about sizes of 0 and 1 cannot be seen, and each such size is captured for itself.
 INSIDE = {
     DropEdge: 1,
-    NearestNeighbours: 2,  # topk asks for three rows at least
+    NearestNeighbors: 2,  # topk asks for three rows at least
     TopK: 2,
     SelfAttentionPool: 2,
     Norms: 2,

@@ -33,7 +33,7 @@ class OfWeight(nn.Module):
         return self.lin(x) * len(str(self.lin.weight))
 
 
-class Labelled(nn.Module):
+class Labeled(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, str]:
         return x * 2, f"{x.mean()}"
 
@@ -71,7 +71,7 @@ READ = {
 
 @pytest.mark.first(6)
 @pytest.mark.parametrize(
-    "model", [*map(Scaled, READ.values()), OfWeight(), Labelled()], ids=[*READ, "weight", "result"]
+    "model", [*map(Scaled, READ.values()), OfWeight(), Labeled()], ids=[*READ, "weight", "result"]
 )
 def test_numbers_of_text_are_refused(model: nn.Module) -> None:
     with pytest.raises(

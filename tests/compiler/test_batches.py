@@ -1,4 +1,4 @@
-"""Mini-batches of sampled neighbours: one program, no memory left behind, bipartite layers."""
+"""Mini-batches of sampled neighbors: one program, no memory left behind, bipartite layers."""
 
 import gc
 import itertools
@@ -24,7 +24,7 @@ def graph() -> tuple[Tensor, Tensor]:
 
 
 class Layers(nn.Module):
-    """A bipartite layer a hop, as the batches of a neighbour loader are used with trimmed adjacencies."""
+    """A bipartite layer a hop, as the batches of a neighbor loader are used with trimmed adjacencies."""
 
     def __init__(self) -> None:
         super().__init__()

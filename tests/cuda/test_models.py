@@ -23,7 +23,7 @@ from gnnc.runtime.cuda.formats import tables, window_table
 
 pytestmark = pytest.mark.cuda
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8")
-_NEIGHBOURS = graphs.Shape(nodes=5000, edges=100_000, features=64, classes=47, skew=1.6)
+_NEIGHBORS = graphs.Shape(nodes=5000, edges=100_000, features=64, classes=47, skew=1.6)
 LIMIT = {"fp32": 1e-5, "fp16": 0.01, "bf16": 0.03, "fp8": 0.12, "int8": 0.06}
 """Relative error of the output against eager FP32."""
 
@@ -69,7 +69,7 @@ def test_node_blocks_change_nothing(name: str, precision: str, monkeypatch: pyte
     """What pays on graphs of millions of edges only."""
     torch.manual_seed(0)
     model = models.MODELS[name](64, 47).eval().cuda()
-    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS).cuda()
+    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBORS).cuda()
     plain = gnnc.compile(model, precision, example_inputs=(x, edge_index))(x, edge_index)
     assert error(plain, model(x, edge_index)) < LIMIT[precision]
     taken = []
@@ -94,7 +94,7 @@ def columns_of(compiled: gnnc.CompiledModel) -> list[torch.Tensor]:
     """The source ids of every CSR that a model's last program keeps."""
     entries = compiled._dispatch.last.runner.cache._entries.values()
     tensors = [value for entry in entries for value in entry.outputs if isinstance(value, torch.Tensor)]
-    return [value for value in tensors if value.dtype == torch.int32 and value.numel() >= _NEIGHBOURS.edges]
+    return [value for value in tensors if value.dtype == torch.int32 and value.numel() >= _NEIGHBORS.edges]
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def test_source_ids_are_kept_for_who_reads_them(
     """Edges by node block hold the ids: four bytes an edge less, and every later call as the first."""
     torch.manual_seed(0)
     model = model(64, 47).eval().cuda()
-    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS).cuda()
+    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBORS).cuda()
     plain = gnnc.compile(model, "int8")
     expected = plain(x, edge_index)
     assert columns_of(plain) and all(col.untyped_storage().nbytes() for col in columns_of(plain))
@@ -125,7 +125,7 @@ def test_threads_meet_a_graph_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "pays", lambda *_: True)
     monkeypatch.setattr(window_table, "pays", lambda *_: True)
     torch.manual_seed(0)
-    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS).cuda()
+    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBORS).cuda()
     compiled = gnnc.compile(models.MODELS["sage"](64, 47).eval().cuda(), "int8")
     first = compiled(x, edge_index)
     for _ in range(5):

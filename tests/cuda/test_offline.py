@@ -170,7 +170,7 @@ def test_rows_of_codes_bring_their_weight_where_there_is_room(name: str) -> None
 
 
 class Twice(torch.nn.Module):
-    """A sum over neighbours of such sums, and a layer."""
+    """A sum over neighbors of such sums, and a layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_rows_that_may_be_summed_by_node_block_begin_on_a_line(
 
 
 class Weighted(torch.nn.Module):
-    """A product, and a sum over neighbours: with values of edges, or without."""
+    """A product, and a sum over neighbors: with values of edges, or without."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Row-local ops: what is recognised, what is refused, and in which order a program runs."""
+"""Row-local ops: what is recognized, what is refused, and in which order a program runs."""
 
 import pytest
 import torch

@@ -72,7 +72,7 @@ def test_leaves_the_meaning_alone(model: str, graph: str):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_steady_state_sorts_counts_and_normalises_nothing(model: str):
+def test_steady_state_sorts_counts_and_normalizes_nothing(model: str):
     compute, structure, _ = split(model)
     assert set(primitives(compute)) <= STEADY_STATE
     assert "csr" in primitives(structure)

@@ -91,7 +91,7 @@ def divided_mean() -> GraphModule:
 
 
 def sddmm_norm() -> GraphModule:
-    """GCN's normalisation as raise leaves it, times a constant."""
+    """GCN's normalization as raise leaves it, times a constant."""
 
     def forward(x: Tensor, edge_index: Tensor) -> Tensor:
         rowptr, col = plain_csr(x, edge_index)
@@ -155,7 +155,7 @@ def own_weight(reduce: str = "sum") -> GraphModule:
     return linear(forward, weighted=True)
 
 
-def normalised_max() -> GraphModule:
+def normalized_max() -> GraphModule:
     def forward(x: Tensor, edge_index: Tensor) -> Tensor:
         rowptr, col, value = gcn_norm(x, edge_index)
         return ops.spmm(rowptr, col, value, x, "max", x.shape[0])
@@ -268,7 +268,7 @@ MODELS: dict[str, Callable[[], GraphModule]] = {
     "body norm": body_norm,
     "own weight": own_weight,
     "own weight mean": lambda: own_weight("mean"),
-    "normalised max": normalised_max,
+    "normalized max": normalized_max,
     "edge mlp": edge_mlp,
 }
 
@@ -420,7 +420,7 @@ def test_bodies_are_looked_into():
     ("name", "reason"),
     [
         ("own weight", "no factor belongs to a node"),
-        ("normalised max", "max does not commute"),
+        ("normalized max", "max does not commute"),
         ("gat", "depend on features or parameters"),
     ],
 )

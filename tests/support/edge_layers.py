@@ -116,7 +116,7 @@ class GvpLayer(nn.Module):
 
 
 class CompGcn(nn.Module):
-    """Layer of CompGCN: neighbours minus the embedding of the relation, by a weight for each direction."""
+    """Layer of CompGCN: neighbors minus the embedding of the relation, by a weight for each direction."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ def _scaled(x: Tensor, standardize: bool) -> Tensor:
     return x / x.sum(1, keepdim=True).clamp(min=1e-12)
 
 
-def generate(shape: Shape | str, *, seed: int = 0, symmetrise: bool = False, device: str = "cpu") -> Tensor:
+def generate(shape: Shape | str, *, seed: int = 0, symmetrize: bool = False, device: str = "cpu") -> Tensor:
     """Return the ``edge_index`` (int64 ``[2, E]``) of a graph with skewed degrees and locality.
 
     Destinations follow ``perm[floor(N * u^s)]`` with u uniform; a source is, with probability 0.8,
@@ -108,12 +108,12 @@ def generate(shape: Shape | str, *, seed: int = 0, symmetrise: bool = False, dev
     Args:
         shape: sizes, or a key of ``SHAPES``.
         seed: of the generator.
-        symmetrise: draw half of the edges and add each one's reverse.
+        symmetrize: draw half of the edges and add each one's reverse.
         device: where it is drawn; each kind of device has random numbers of its own.
     """
     shape = SHAPES[shape] if isinstance(shape, str) else shape
     generator = torch.Generator(device).manual_seed(seed)
-    count = shape.edges // 2 if symmetrise else shape.edges
+    count = shape.edges // 2 if symmetrize else shape.edges
 
     def uniform() -> Tensor:
         return torch.rand(count, generator=generator, device=device)
@@ -125,6 +125,6 @@ def generate(shape: Shape | str, *, seed: int = 0, symmetrise: bool = False, dev
     near = block + (uniform() * size).long()
     far = (uniform() * shape.nodes).long().clamp(max=shape.nodes - 1)
     src = torch.where(uniform() < _LOCAL, near, far)
-    if symmetrise:
+    if symmetrize:
         src, dst = torch.cat([src, dst]), torch.cat([dst, src])
     return torch.stack([src, dst])

@@ -106,7 +106,7 @@ class Builder:
 
 
 def structure() -> GraphModule:
-    """CSR and normalisation of a graph, as hoist leaves them."""
+    """CSR and normalization of a graph, as hoist leaves them."""
     b = Builder()
     n, e = b.size("n", 5), b.size("e", 12)
     edge_index = b.input("edge_index", (2, e), dtype=torch.int64)

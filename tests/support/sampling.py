@@ -1,4 +1,4 @@
-"""Neighbour sampling in plain torch: what ``NeighborLoader`` yields, without the packages that it needs."""
+"""Neighbor sampling in plain torch: what ``NeighborLoader`` yields, without the packages that it needs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class Sampler:
-    """Samples neighbours of seed nodes, hop by hop (Hamilton et al., 2017).
+    """Samples neighbors of seed nodes, hop by hop (Hamilton et al., 2017).
 
     Args:
         edge_index: int64 ``[2, E]``.
         num_nodes: number of nodes.
-        fan_out: neighbours a node, one number a hop; drawn with replacement, duplicates dropped.
+        fan_out: neighbors a node, one number a hop; drawn with replacement, duplicates dropped.
         seed: of the generator.
     """
 
@@ -34,7 +34,7 @@ class Sampler:
         nodes, frontier, edges, counts = seeds, seeds, [], [len(seeds)]
         number[nodes] = torch.arange(len(nodes))
         for fan in self.fan_out:
-            src, dst = self._neighbours(frontier, fan)
+            src, dst = self._neighbors(frontier, fan)
             frontier = src[number[src] < 0].unique()
             number[frontier] = torch.arange(len(nodes), len(nodes) + len(frontier))
             nodes = torch.cat([nodes, frontier])
@@ -49,7 +49,7 @@ class Sampler:
             for start in range(0, self.num_nodes - size + 1, size):
                 yield self.sample(order[start : start + size])
 
-    def _neighbours(self, nodes: Tensor, fan: int) -> tuple[Tensor, Tensor]:
+    def _neighbors(self, nodes: Tensor, fan: int) -> tuple[Tensor, Tensor]:
         start = self.rowptr[nodes][:, None]
         degree = self.rowptr[nodes + 1][:, None] - start
         place = torch.arange(fan).expand(len(nodes), fan)

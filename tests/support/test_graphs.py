@@ -4,10 +4,10 @@ import torch
 
 
 @pytest.mark.parametrize("name", ["cora", "pubmed", "arxiv"])
-@pytest.mark.parametrize("symmetrise", [False, True])
-def test_generated_graph_has_the_size_and_skew_of_its_shape(name: str, symmetrise: bool) -> None:
+@pytest.mark.parametrize("symmetrize", [False, True])
+def test_generated_graph_has_the_size_and_skew_of_its_shape(name: str, symmetrize: bool) -> None:
     shape = graphs.SHAPES[name]
-    edge_index = graphs.generate(name, symmetrise=symmetrise)
+    edge_index = graphs.generate(name, symmetrize=symmetrize)
     assert edge_index.shape == (2, shape.edges)
     assert edge_index.min() >= 0
     assert edge_index.max() < shape.nodes
@@ -23,8 +23,8 @@ def test_generated_graph_depends_on_the_seed_alone() -> None:
     assert not torch.equal(first, graphs.generate("cora", seed=4))
 
 
-def test_symmetrised_graph_holds_the_reverse_of_each_edge() -> None:
-    edge_index = graphs.generate("cora", symmetrise=True)
+def test_symmetrized_graph_holds_the_reverse_of_each_edge() -> None:
+    edge_index = graphs.generate("cora", symmetrize=True)
     ids = edge_index[0] * graphs.SHAPES["cora"].nodes + edge_index[1]
     reverse = edge_index[1] * graphs.SHAPES["cora"].nodes + edge_index[0]
     assert torch.equal(ids.sort().values, reverse.sort().values)

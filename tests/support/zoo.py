@@ -142,7 +142,7 @@ class ScatterAdd(nn.Module):
 
 
 class ScatterReduce(nn.Module):
-    """Largest neighbour written with ``scatter_reduce``."""
+    """Largest neighbor written with ``scatter_reduce``."""
 
     def __init__(self, reduce: str) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def primitives(graph: torch.fx.Graph) -> Iterator[tuple[str, torch.fx.Node]]:
 @pytest.mark.parametrize(
     "name", ["gcn", *(pytest.param(n, marks=pytest.mark.slow) for n in ("sage", "gat", "gin"))]
 )
-def test_gradients_on_cora_at_initialisation(name: str) -> None:
+def test_gradients_on_cora_at_initialization(name: str) -> None:
     data = load("cora")
     torch.manual_seed(0)
     model = ON_CORA[name](data["x"].shape[1], int(data["y"].max()) + 1).train()

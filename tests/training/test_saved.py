@@ -87,7 +87,7 @@ ON_CORA = {
 @pytest.mark.parametrize(
     "name", ["gcn", *(pytest.param(n, marks=pytest.mark.slow) for n in ("sage", "gat", "gin"))]
 )
-def test_gradients_in_bf16_on_cora_at_initialisation(name: str) -> None:
+def test_gradients_in_bf16_on_cora_at_initialization(name: str) -> None:
     data = load("cora")
     make, least = ON_CORA[name]
     torch.manual_seed(0)

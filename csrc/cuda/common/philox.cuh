@@ -28,7 +28,7 @@ __device__ inline PhiloxWords philox(uint64_t seed, uint32_t stream, uint64_t co
   return {{c0, c1, c2, c3}};
 }
 
-// The random fractions of kCount neighbouring columns, of which the first is a multiple of kCount: 4, 8 or 16.
+// The random fractions of kCount neighboring columns, of which the first is a multiple of kCount: 4, 8 or 16.
 template <int kCount>
 struct Fractions {
   static_assert(kCount == 4 || kCount % 8 == 0, "columns of one counter or of several");

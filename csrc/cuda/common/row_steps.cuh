@@ -64,7 +64,7 @@ __device__ inline bool from_float<bool>(float x) {
   return x != 0.0f;
 }
 
-// Returns the number of neighbouring columns of T that a thread loads or stores at once: its whole run, up to 16 bytes,
+// Returns the number of neighboring columns of T that a thread loads or stores at once: its whole run, up to 16 bytes,
 // if rows `stride` elements apart keep the access aligned; otherwise 1.
 template <class Tile, class T>
 __host__ __device__ constexpr int at_once(int stride) {
@@ -94,7 +94,7 @@ __device__ void with_row(const Tile& tile, const T* row, const F& f) {
   }
 }
 
-// Transposes a 4 x 4 matrix across four neighbouring threads: v[i] of thread t becomes v[t] of thread i. `members` is
+// Transposes a 4 x 4 matrix across four neighboring threads: v[i] of thread t becomes v[t] of thread i. `members` is
 // the shuffle mask.
 __device__ inline void change_over(float (&v)[4], uint32_t members) {
 #pragma unroll
@@ -113,7 +113,7 @@ __device__ inline void change_over(float (&v)[4], uint32_t members) {
   }
 }
 
-// Transposes groups of four across four neighbouring threads: fours[j] of thread i becomes fours[i] of thread j.
+// Transposes groups of four across four neighboring threads: fours[j] of thread i becomes fours[i] of thread j.
 // `members` is the shuffle mask.
 __device__ __forceinline__ void turn_over(float (*fours)[4], uint32_t members) {
 #pragma unroll
@@ -136,7 +136,7 @@ __device__ Vector<T, kCount> vector_of(int i, const F& f) {
   return vector;
 }
 
-// Returns whether four neighbouring threads transpose their 16 columns each before a store, so that together they store
+// Returns whether four neighboring threads transpose their 16 columns each before a store, so that together they store
 // 64 contiguous bytes at a time, instead of 16 of every 64 bytes each. (Two threads that store whole sectors in this
 // way, of 16 or 8 columns each, are no faster.)
 template <class Tile>
@@ -487,7 +487,7 @@ __host__ __device__ constexpr bool has_fours() {
 }
 
 // Stores a row at an unaligned address: except for its ends, in groups of four that are aligned to 16 bytes,
-// neighbouring threads side by side. For this, each thread shifts its columns by the number of columns before the first
+// neighboring threads side by side. For this, each thread shifts its columns by the number of columns before the first
 // aligned group.
 template <bool kStreams, class Tile>
 __device__ void store_anywhere(const Tile& tile, float* row) {
@@ -534,7 +534,7 @@ __device__ void store(const Tile& tile, T* row) {
   if constexpr (at_once<Tile, T>(kStride) == 1 && sizeof(T) == 4 && has_fours<Tile>()) {
     store_anywhere<kStreams>(tile, row);
   } else if constexpr (at_once<Tile, T>(kStride) == 1 && Tile::kLanes >= 4) {
-    // Each thread stores one element at a time; four neighbouring threads store side by side after a transpose.
+    // Each thread stores one element at a time; four neighboring threads store side by side after a transpose.
     const int first = tile.lane & ~3;
     int own = tile.lane & 3;
 #pragma unroll
@@ -554,7 +554,7 @@ __device__ void store(const Tile& tile, T* row) {
 }
 
 // Stores one bit for each value that is not at most 0 (NaN counts as above 0), in the order of mask_bits. Where a
-// thread holds only four neighbouring columns, the next thread holds the other half of its byte.
+// thread holds only four neighboring columns, the next thread holds the other half of its byte.
 template <class Tile>
 __device__ void store_bits(const Tile& tile, uint8_t* row) {
   constexpr int kFours = Tile::kPer / 4;

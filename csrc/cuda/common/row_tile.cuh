@@ -3,7 +3,7 @@
 // A tile: one complete row of a kernel's result, in FP32, in the registers of a group of threads. Epilogues work on
 // tiles.
 //
-// A group is kLanes neighbouring threads of one warp (a power of two). Thread `lane` holds the columns lane * kRun ..
+// A group is kLanes neighboring threads of one warp (a power of two). Thread `lane` holds the columns lane * kRun ..
 // lane * kRun + kRun - 1 of every block of kRun * kLanes columns. With runs of four, a group stores whole blocks at a
 // time: 16 bytes a thread in FP32, 8 in half precision, 4 in int8. Columns past the width hold zeros until an epilogue
 // writes to them; reductions never read them.
@@ -11,7 +11,7 @@
 // An epilogue is a functor that a kernel takes by value as its last argument:
 //   struct Epilogue { ...; template <class Tile> __device__ void operator()(Tile& tile, int64_t row) const; };
 // All threads of a group call the epilogue together, once for each row, also for rows without edges. The groups of a
-// warp may call it at different times: the epilogue must not synchronise more than its group (`members`).
+// warp may call it at different times: the epilogue must not synchronize more than its group (`members`).
 
 #include "common/types.cuh"
 

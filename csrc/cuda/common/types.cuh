@@ -45,7 +45,7 @@ struct Select<false, A, B> {
   using Type = B;
 };
 
-// Returns the bit mask of this thread's group of kLanes neighbouring threads (a power of two), for __shfl_*_sync and
+// Returns the bit mask of this thread's group of kLanes neighboring threads (a power of two), for __shfl_*_sync and
 // __syncwarp.
 template <int kLanes>
 __device__ __forceinline__ uint32_t group_members() {
@@ -62,7 +62,7 @@ struct alignas(kCount * sizeof(T)) Vector {
   T v[kCount];
 };
 
-// Returns an element of rows that begin on 16 bytes, from the four neighbours that it lies in: four calls for these are
+// Returns an element of rows that begin on 16 bytes, from the four neighbors that it lies in: four calls for these are
 // one load.
 __device__ __forceinline__ float one_of_four(const float* row, int column) {
   const float4 all = __ldca(reinterpret_cast<const float4*>(row + (column & ~3)));
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_vector(T* to, const Vector<T, kCount>& vec
 }
 
 // Stores a vector at once, like store_vector, also where the compiler would split the store into elements and merge
-// these with neighbouring stores of single elements.
+// these with neighboring stores of single elements.
 template <bool kStreams, class T, int kCount>
 __device__ __forceinline__ void store_together(T* to, const Vector<T, kCount>& vector) {
   constexpr int kWords = sizeof(vector) / 4;

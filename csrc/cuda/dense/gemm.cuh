@@ -60,7 +60,7 @@ __host__ __device__ constexpr int divide_up(int n, int by) { return (n + by - 1)
 // Compile-time configuration of gemm.
 //
 // X: the type of x in memory, of one byte if x is quantized already and comes with scales; kInner, kOut: widths of x
-// and of the result; kStride: elements from one row of x to the next; kTogether: neighbouring columns that a thread
+// and of the result; kStride: elements from one row of x to the next; kTogether: neighboring columns that a thread
 // loads at once.
 //
 // kRows: rows of a block; kChunk: columns in shared memory at a time, a multiple of 128, or all; kRowWarps: warps that
@@ -111,7 +111,7 @@ struct Inner {
 };
 
 // The order of columns of a row in shared memory, and in the packed weight. A warp loads runs of 128 columns (the last
-// run has fewer threads), kTogether neighbouring columns a thread at a time, which is the fastest way to read rows of
+// run has fewer threads), kTogether neighboring columns a thread at a time, which is the fastest way to read rows of
 // any alignment. The four columns of a thread are then stored side by side: the sum over columns does not depend on
 // their order.
 template <int kPlaces, int kTogether>

@@ -24,7 +24,7 @@ namespace gnnc {
 // Compile-time configuration of gemm_fp32.
 //
 // X: the type of x in memory; kInner, kOut: widths of x and of the result; kStride: elements from one row of x to the
-// next; kTogether: neighbouring columns that a thread loads at once; kChunk: columns in shared memory at a time;
+// next; kTogether: neighboring columns that a thread loads at once; kChunk: columns in shared memory at a time;
 // kColumnLanes: threads of a warp side by side; kDown, kAcross, kSplit: number of warps that divide the rows, the
 // columns of the result and the columns of a chunk.
 template <class X_, int kInner_, int64_t kStride_, int kOut_, int kTogether_, int kChunk_, int kColumnLanes_,
@@ -52,7 +52,7 @@ struct GemmFp32 {
   static constexpr int kColumns = 4 * Config::kColumnLanes * Config::kAcross;  // kOut, padded
   static constexpr int kChunks = (Config::kInner + Config::kChunk - 1) / Config::kChunk;
   static constexpr int kPlaces = kChunks * Config::kChunk;  // kInner, padded
-  static constexpr int kPitch = Config::kChunk + 4;         // the padding puts neighbouring rows into different banks
+  static constexpr int kPitch = Config::kChunk + 4;         // the padding puts neighboring rows into different banks
   static constexpr int kOutPitch = kColumns + 4;
   static constexpr int kWeightAt = Config::kRows * kPitch;
   static constexpr int kStage = kWeightAt + Config::kChunk * kColumns;  // x and weight of one chunk
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(256) pack_fp32(PackFp32Args args) {
   const int index = static_cast<int>(blockIdx.x * 256 + threadIdx.x);
   if (args.zero != nullptr && index == 0) *args.zero = 0.0f;
   if (index >= Config::kPlaces * Config::kColumns) return;
-  // Neighbouring threads read neighbouring elements of the weight, and the writes of a block meet in L2.
+  // Neighboring threads read neighboring elements of the weight, and the writes of a block meet in L2.
   constexpr bool kByColumn = Config::kInnerStride == 1;
   const int column = kByColumn ? index / Config::kPlaces : index % Config::kColumns;
   const int place = kByColumn ? index % Config::kPlaces : index / Config::kColumns;

@@ -24,7 +24,7 @@
 namespace gnnc {
 
 // Compile-time configuration of gemm_tn: the type of the products, of a and of b in memory, their columns, strides, and
-// the neighbouring columns that a thread loads at once; whether values that T rounds are split; whether rows of a and
+// the neighboring columns that a thread loads at once; whether values that T rounds are split; whether rows of a and
 // of b have scales.
 template <class T, class A_, class B_, int kA_, int kB_, int64_t kAStride_, int64_t kBStride_, int kATogether_,
           int kBTogether_, bool kSplit_, bool kAScaled_, bool kBScaled_>

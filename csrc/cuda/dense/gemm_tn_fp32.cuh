@@ -20,7 +20,7 @@
 
 namespace gnnc {
 
-// Compile-time configuration of gemm_tn_fp32: the columns of a and of b, their strides, and the neighbouring columns
+// Compile-time configuration of gemm_tn_fp32: the columns of a and of b, their strides, and the neighboring columns
 // that a thread loads at once.
 template <int kA_, int kB_, int64_t kAStride_, int64_t kBStride_, int kATogether_, int kBTogether_>
 struct GemmTnFp32Config {

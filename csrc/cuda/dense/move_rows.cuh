@@ -2,7 +2,7 @@
 
 // copy_rows: rows of a tensor into rows of another, one below the other. fill: a tensor of one number.
 //
-// A thread moves Config::kTogether neighbouring columns. Traffic: the rows that are read and written, once. Floor:
+// A thread moves Config::kTogether neighboring columns. Traffic: the rows that are read and written, once. Floor:
 // these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads, one for every 256 * kTogether elements of the result.

@@ -5,11 +5,11 @@
 //
 // Layout: operands are rows of FP32 or a 16-bit type, a fixed stride apart, or constants; the result is rows of T,
 // kStride elements apart. A body is a functor of sparse/edge.cuh that reads the row `edge` of its operands. One that is
-// called for neighbours has parts, the columns of each up to end(part): the neighbours lie in one, so that they take
+// called for neighbors has parts, the columns of each up to end(part): the neighbors lie in one, so that they take
 // one branch and their loads are one. Traffic: each operand and the result once, in FP32 or 16 bits. Floor: these bytes
 // at copy bandwidth.
 //
-// Launch: blocks of 256 threads, one for every kTogether neighbouring elements of the result.
+// Launch: blocks of 256 threads, one for every kTogether neighboring elements of the result.
 
 #include "common/row_steps.cuh"
 
@@ -20,13 +20,13 @@ struct RowBodyArgs {
   int64_t rows;
 };
 
-// Computes neighbouring columns, which lie in one part of the body from kPart on.
+// Computes neighboring columns, which lie in one part of the body from kPart on.
 template <int kPart, int kTogether, class T, class Body>
 __device__ __forceinline__ void compute(const Body& body, int64_t row, int column, Vector<T, kTogether>& stored) {
   if constexpr (kPart + 1 < Body::kParts) {
     if (column >= Body::end(kPart)) return compute<kPart + 1>(body, row, column, stored);
   }
-  static_assert(kTogether == 4, "a body is called for four neighbours");
+  static_assert(kTogether == 4, "a body is called for four neighbors");
   float values[4];
   body.template operator()<kPart>(0, 0, row, nullptr, column, values);
 #pragma unroll

@@ -324,7 +324,7 @@ struct AttentionBody {
     clear();
   }
 
-  // Reduces the maximum and the total over kSlots neighbouring slots, so that every slot has the result, and rescales
+  // Reduces the maximum and the total over kSlots neighboring slots, so that every slot has the result, and rescales
   // the sums of this slot to that maximum.
   template <int kSlots>
   __device__ __forceinline__ void join_totals(float (&sums)[kColumns]) {

@@ -61,7 +61,7 @@ struct BodyAttentionBody : AttentionBody<typename Config::Attention, Epilogue> {
   static constexpr int kHeads = A::kHeads, kColumns = Layout::kColumns;
   static constexpr int kConstants = Logit::kConstants > 0 ? Logit::kConstants : 1;
   static constexpr int kShare = (A::kHeadStride + kColumns - 1) / kColumns;  // threads of a head
-  // kRagged: some columns of threads lie in no head. kByShuffle: the threads of a head are neighbours whose number is a
+  // kRagged: some columns of threads lie in no head. kByShuffle: the threads of a head are neighbors whose number is a
   // power of two, so that sums by exchange are those of a head.
   static constexpr bool kRagged = A::kHeadWidth % kColumns != 0 || kHeads * kShare != Layout::kPieces;
   static constexpr bool kByExchange =

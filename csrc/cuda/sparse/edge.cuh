@@ -11,7 +11,7 @@
 // message holds the edges of several entries of a run, as they follow each other, so that short rows fill it, too.
 // The product that the body's value follows from stays in the registers of the threads that multiplied it, and is
 // reduced there, if all edges of a tile are of one row.
-// Traffic: an edge: the bytes that the body reads (neighbouring columns share sectors) and 4 B of col; edge_map 4 B of
+// Traffic: an edge: the bytes that the body reads (neighboring columns share sectors) and 4 B of col; edge_map 4 B of
 // rows and sizeof(T) kWidth B of result an edge, message 4 kWidth B of each result a row and, for each part of a row
 // that is split, 8 B of every column of a state.
 // Floor: these bytes at copy bandwidth, or, where the body reads rows of the sources, the gather of those rows; or the

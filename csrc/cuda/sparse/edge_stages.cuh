@@ -8,7 +8,7 @@
 // (Body::kPitch words), and the operand of one product at a time, where that is read more than once. In an edge's row
 // lie the rows of operands of sources and of edges (Fetched), which are copied asynchronously, all at once, and the
 // results of the stages, which take the place of what no later stage reads. The weights lie before, once a block: in
-// FP32 transposed, so that threads of neighbouring columns read neighbouring words, in 16 bits as rows for ldmatrix,
+// FP32 transposed, so that threads of neighboring columns read neighboring words, in 16 bits as rows for ldmatrix,
 // both padded against bank conflicts. Weights that find no room (kWeightsAt < 0) are read where they lie. Order: every
 // sum is made in an order that depends on the stage alone, not on the kernel, the tile or the edge's place in it: the
 // gradient of a maximum compares its values again. A body declares Rows, base<number>() of each of these operands,
@@ -210,7 +210,7 @@ struct EdgeTile {
   }
 };
 
-// Stores values of neighbouring columns at once, rounded to T.
+// Stores values of neighboring columns at once, rounded to T.
 template <class T, int kCount>
 __device__ __forceinline__ void store_columns(T* to, const float (&values)[kCount]) {
   Vector<uint32_t, kCount* static_cast<int>(sizeof(T)) / 4> words;
@@ -225,7 +225,7 @@ __device__ __forceinline__ void store_columns(T* to, const float (&values)[kCoun
   *reinterpret_cast<decltype(words)*>(to) = words;
 }
 
-// Computes the columns of a stage of every edge, kVector neighbouring ones a thread, and calls store(which, column,
+// Computes the columns of a stage of every edge, kVector neighboring ones a thread, and calls store(which, column,
 // values). Values are stored when those of two turns are there: behind a store, a load waits for the one before it.
 template <int kStage, int kVector, int kColumns, class Tile, class Store>
 __device__ __forceinline__ void each_column(const Tile& tile, int count, const Store& store) {
@@ -267,7 +267,7 @@ struct Stored {
   }
 };
 
-// A sum over columns, divided by kDivisor: kLanes neighbouring threads add up every kLanes-th term, and then their
+// A sum over columns, divided by kDivisor: kLanes neighboring threads add up every kLanes-th term, and then their
 // sums.
 template <int kTerms, int kOut, int kTo, int kDivisor>
 struct ColumnSum {

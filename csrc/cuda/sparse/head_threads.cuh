@@ -60,7 +60,7 @@ struct HeadThreads {
   }
 
   // Reduces a value over the edges of the threads of a head (of which every fourth has the same edges), and over kSlots
-  // neighbouring slots.
+  // neighboring slots.
   template <int kSlots, class Combine>
   __device__ static float across(float v, const Combine& combine) {
 #pragma unroll

@@ -204,7 +204,7 @@ struct PairExtremes {
   }
 };
 
-// Adds up what kShare neighbouring threads, a power of two, have of each of four edges: each step halves the number of
+// Adds up what kShare neighboring threads, a power of two, have of each of four edges: each step halves the number of
 // edges that a thread sums, as long as there are several. v: the sums of this thread's edges. Returns their number;
 // first: the first one.
 template <int kShare, class Layout, class T>

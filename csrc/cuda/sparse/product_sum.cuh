@@ -15,7 +15,7 @@
 // twice as large: one slot sums all edges of a part, for which 32 bits are one too few. With a weight a head
 // (attention, sums by head), all columns of a thread belong to one head, and each thread has a unit by itself.
 //
-// HalfSum, FP32 sums of fp16 and bf16: mma.m16n8k8 with A = two neighbouring words as they were loaded and B = the
+// HalfSum, FP32 sums of fp16 and bf16: mma.m16n8k8 with A = two neighboring words as they were loaded and B = the
 // identity, so that each thread's part of C holds the columns of that thread's piece. A value that is not finite makes
 // seven other values of the same 32 columns of that row not finite.
 

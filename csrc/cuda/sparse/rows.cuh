@@ -1,7 +1,7 @@
 #pragma once
 
 // Layout of gathered rows of x over the threads of a warp. A warp reads rows in pieces of 16 bytes: thread (slot,
-// piece) reads one piece of a row, and neighbouring threads read neighbouring pieces, so that eight threads touch as
+// piece) reads one piece of a row, and neighboring threads read neighboring pieces, so that eight threads touch as
 // few cache lines as possible. A slot is the group of threads that reads one row; each slot processes different edges.
 // Rows wider than a warp reads at once take several passes over the edges, or are cut into slices of columns, each of
 // which is processed as a matrix by itself.
@@ -75,7 +75,7 @@ struct RowLayout {
   static constexpr int kPasses = (kTotal + kPieces - 1) / kPieces;
   static constexpr int kSlots = 32 / kPieces;
   static constexpr int kSlotBits = bits_of(kSlots);
-  // A team: neighbouring slots that share a row (unless all slots of the warp share it), so that at least four threads
+  // A team: neighboring slots that share a row (unless all slots of the warp share it), so that at least four threads
   // work on a row: they request 64 bytes of a source row at once, and store as many at once.
   static constexpr int kTeam = kPieces < 4 ? 4 / kPieces : 1;
   static constexpr int kTeams = kSlots / kTeam;

@@ -1,13 +1,13 @@
 #pragma once
 
-// The run table: the unit of work of the sparse kernels is a run of rows (GNNAdvisor's neighbour group).
+// The run table: the unit of work of the sparse kernels is a run of rows (GNNAdvisor's neighbor group).
 //
 // A run consists of up to 16 entries (rows with few edges, which a warp processes side by side), or of one entry: a row
 // with many edges, or a part of such a row. The entries of a run have about as many edges each, because short rows are
-// sorted by degree within a window of neighbouring rows. The sums of parts go to a staging buffer, one slot each, and
+// sorted by degree within a window of neighboring rows. The sums of parts go to a staging buffer, one slot each, and
 // are joined in a fixed order (split_rows.cuh): no atomics on data, equal bits in every call. Each multiprocessor runs
-// one large block. Blocks take chunks of consecutive runs round-robin, so that all blocks work on neighbouring rows at
-// a time, whose sources often are neighbours and hit in L1 and L2; within a block, each warp that becomes idle takes
+// one large block. Blocks take chunks of consecutive runs round-robin, so that all blocks work on neighboring rows at
+// a time, whose sources often are neighbors and hit in L1 and L2; within a block, each warp that becomes idle takes
 // the next run.
 
 #include "common/copies.cuh"

@@ -1,7 +1,7 @@
 #pragma once
 
 // Joins the parts of split rows inside the kernel that computes them, as a tree reduction without a second launch: the
-// group of threads that finishes the last of up to kJoined neighbouring parts adds these parts, the group that finishes
+// group of threads that finishes the last of up to kJoined neighboring parts adds these parts, the group that finishes
 // the last of as many such sums adds those sums, and so on. The edges of a hub of a million edges are thus spread over
 // many warps, and every sum is made in the same order in every call.
 //

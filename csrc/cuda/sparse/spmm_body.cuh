@@ -43,7 +43,7 @@ struct SpmmBody {
   static constexpr bool kFixes = S::kBytes && S::kWeight == Weight::real;  // real weights become fixed-point integers
   static constexpr bool kByHead = kFixes && Config::kHeads > 1;            // each thread loads the weights of its head
   // kOwns: each thread loads the value and the scale of one or two edges of a step, converts the product to a
-  // fixed-point weight and shuffles this weight to its neighbours, because there are no registers for the values and
+  // fixed-point weight and shuffles this weight to its neighbors, because there are no registers for the values and
   // scales of eight edges.
   static constexpr bool kOwns =
       kFixes && !kByHead && (Config::kScale == Scale::none || kRow) && Layout::kPieces >= 4 && !Runs::kStaged;
@@ -240,7 +240,7 @@ struct SpmmBody {
   // Returns the int8 weight of an edge.
   __device__ static uint32_t byte_of(const Extra& e, int i) { return e.shifted ? 128u >> e.code[i] : e.code[i]; }
 
-  // Returns the weight of an edge that this thread prepares for its neighbours (kOwns); 0 for a missing edge.
+  // Returns the weight of an edge that this thread prepares for its neighbors (kOwns); 0 for a missing edge.
   template <class Own>
   __device__ static float weight_of_own(const Own& own, int j) {
     if constexpr (!kValued) return own.scale[j];

@@ -82,7 +82,7 @@ struct Four {
   float value[4];  // for bodies with kValued and without kOwns
 };
 
-// The edges of a step whose weights this thread prepares for its neighbours (bodies with kOwns): kEdges threads have
+// The edges of a step whose weights this thread prepares for its neighbors (bodies with kOwns): kEdges threads have
 // one edge each, or, if a slot has fewer threads, each of four threads has one edge of every group of four.
 template <class Layout, int kEdges>
 struct OwnEdges {
@@ -420,7 +420,7 @@ __device__ inline void for_runs(const Runs& runs, const float* value, const Gath
   }
 }
 
-// Reduces v over kSlots neighbouring slots by shuffles, for each piece; every slot gets the result.
+// Reduces v over kSlots neighboring slots by shuffles, for each piece; every slot gets the result.
 template <class Layout, int kSlots = Layout::kSlots, int kCount, class T, class Combine>
 __device__ __forceinline__ void join_slots(T (&v)[kCount], const Combine& combine) {
 #pragma unroll

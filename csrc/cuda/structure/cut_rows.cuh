@@ -2,7 +2,7 @@
 
 // cut_rows: builds the run table of a new graph (runs.cuh).
 //
-// A thread block cuts a window of kWindow neighbouring rows. Rows with few edges are sorted by degree, in descending
+// A thread block cuts a window of kWindow neighboring rows. Rows with few edges are sorted by degree, in descending
 // order, and consecutive groups of kGroup rows are combined into runs, each of about the cost run_cost. Every other row
 // is one run, or is cut into parts, each of which is one run. count_runs counts the entries, runs and slots of a
 // window; write_runs writes the entries, runs and slots at the offsets that the running sums of the counts (computed by

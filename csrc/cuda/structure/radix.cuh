@@ -7,7 +7,7 @@
 //
 // A block takes a tile of consecutive edges. The block counts each digit once a warp, the threads with equal digits
 // together, so that an edge's rank among the edges of its digit is known without atomics on data: equal bits in every
-// call. The tile is first sorted in shared memory, so that neighbouring threads write to neighbouring addresses.
+// call. The tile is first sorted in shared memory, so that neighboring threads write to neighboring addresses.
 //
 // Ids out of range set a flag; their digits are sorted like all others, and no memory is addressed by such ids.
 //

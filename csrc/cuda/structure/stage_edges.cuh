@@ -8,7 +8,7 @@
 //
 // A warp processes an entry, 32 edges at a time: each thread computes its edge's rank among the edges of its kind by a
 // ballot. Near edges are of two kinds, to avoid bank conflicts: rows of 64 bytes at odd places of a window lie in one
-// half of the banks of shared memory, rows at even places in the other, and two neighbouring slots of a warp read one
+// half of the banks of shared memory, rows at even places in the other, and two neighboring slots of a warp read one
 // row each at a time. So slots with odd numbers process their odd places first, slots with even numbers their even
 // places.
 //

@@ -20,7 +20,7 @@ from gnnc.torch_private import raw_stream
 ROW_COST = 4
 """Cost of a row, in edges, beyond the cost of its edges."""
 _CHUNK, _WIDE_CHUNK = 32, 64
-"""Runs that a block of a large graph takes at a time. Blocks work on neighbouring chunks: larger ones would
+"""Runs that a block of a large graph takes at a time. Blocks work on neighboring chunks: larger ones would
 spread them over more than L2 holds. Rows of 256 bytes and more get larger ones, whose sources are found in L1
 more often."""
 _TURNS = 16

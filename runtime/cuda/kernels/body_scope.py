@@ -53,11 +53,11 @@ def statements(write: Callable[[Scope], str]) -> str:
 
 
 @dataclass(slots=True)
-class Neighbours:
-    """Loads and parts of a body that is called for four neighbouring columns at a time.
+class Neighbors:
+    """Loads and parts of a body that is called for four neighboring columns at a time.
 
     Attributes:
-        ends: the first columns behind the parts of a concatenated result; all neighbours lie in one part.
+        ends: the first columns behind the parts of a concatenated result; all neighbors lie in one part.
         loads: loads of four elements, in front of the computation of all columns.
     """
 

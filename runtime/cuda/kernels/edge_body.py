@@ -36,7 +36,7 @@ from gnnc.runtime.cuda.kernels.body_places import (
     number_of,
     places,
 )
-from gnnc.runtime.cuda.kernels.body_scope import NO, Neighbours, Scope, operator, statements
+from gnnc.runtime.cuda.kernels.body_scope import NO, Neighbors, Scope, operator, statements
 from gnnc.runtime.cuda.kernels.body_stages import (
     AT,
     VECTOR,
@@ -86,7 +86,7 @@ def write_body(
         text: the body.
         operands: fake tensors of the operands, by name (``i0``, ``j0``, ``e0``, ``c0``).
         strides: elements from one row to the next, of operands other than constants.
-        in_vectors: whether a thread computes four neighbouring columns, from a multiple of four.
+        in_vectors: whether a thread computes four neighboring columns, from a multiple of four.
         reduced: whether the values of a row's edges are reduced.
 
     Raises:
@@ -124,13 +124,13 @@ class BodyWriter:
         self.reads: set[int | str] = set()
         self.long = long_values(self.module.graph, self.shapes)
         self.in_vectors = False
-        self.neighbours: Neighbours | None = None
+        self.neighbors: Neighbors | None = None
         self.rows = self._fetched() if has_stages(self.module.graph, self.shapes) else {}
 
     def write(self, *, in_vectors: bool = False, reduced: bool = False) -> Functor:
         """Return the body as a functor, as ``write_body`` does."""
         self._check_operands()
-        self.neighbours = Neighbours() if in_vectors else None
+        self.neighbors = Neighbors() if in_vectors else None
         results = body_values(self.module.graph)
         scope, widths = Scope(), set()
         for number, result in enumerate(results):
@@ -193,7 +193,7 @@ class BodyWriter:
         lines = [
             *(members or ["int64_t nothing;"]),
             *(declared(stages, rows, layout, fragment, self.names) if layout else ()),
-            *(operator if self.neighbours is None else self.neighbours.operator)(AT, scope.lines),
+            *(operator if self.neighbors is None else self.neighbors.operator)(AT, scope.lines),
         ]
         return "".join(f"  {line}\n" for line in lines)
 
@@ -260,10 +260,10 @@ class BodyWriter:
             kind = TYPES[self.operands[name].dtype]
             return f"step::as_float(reinterpret_cast<const {kind}*>(results + {row_of(name)})[{inner}])"
         row = f"{name} + {row} * {self.strides[name]}"
-        has_vectors = (self.in_vectors or self.neighbours) and self.operands[name].element_size() > 1
+        has_vectors = (self.in_vectors or self.neighbors) and self.operands[name].element_size() > 1
         if has_vectors and self._row(name).piece == VECTOR and is_in_vector(inner):
             one = f"step::as_float(one_of_four({row}, {inner}))"
-            return one if self.neighbours is None else self.neighbours.load(row, inner, scope)
+            return one if self.neighbors is None else self.neighbors.load(row, inner, scope)
         return f"step::as_float(({row})[{inner}])"
 
     def _row(self, name: str) -> Row:
@@ -385,7 +385,7 @@ class BodyWriter:
         name, start = f"v{self.count}", 0
         scope.lines.append(f"float {name};")
         ends = list(accumulate(self.shapes[part][dim] for part in parts))
-        is_cut = self.neighbours is not None and self.neighbours.cut(place[dim], ends, scope)
+        is_cut = self.neighbors is not None and self.neighbors.cut(place[dim], ends, scope)
         for number, (part, end) in enumerate(zip(parts, ends, strict=True)):
             inner = Scope(scope, number if is_cut else NO)
             index = f"({place[dim]} - {start})" if start else place[dim]
@@ -495,7 +495,7 @@ class BodyWriter:
         return statements(lambda scope: self.value(node, place, scope))
 
     def _in_vectors(self, write: Callable[[Scope], str]) -> str:
-        """Return the statements of a function that is called for four neighbours, from a multiple of four."""
+        """Return the statements of a function that is called for four neighbors, from a multiple of four."""
         self.in_vectors = True
         text = statements(write)
         self.in_vectors = False

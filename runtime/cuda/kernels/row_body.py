@@ -30,7 +30,7 @@ _VECTOR = 4
 
 @kernel("fused:map", *_SINGLE, backend="cuda", name="row_body", priority=5, elements=BYTES)
 class RowBody:
-    """Kernel of ``csrc/cuda/dense/row_body.cuh``: each thread computes neighbours in the result."""
+    """Kernel of ``csrc/cuda/dense/row_body.cuh``: each thread computes neighbors in the result."""
 
     @staticmethod
     @planned

@@ -256,7 +256,7 @@ def test_a_scale_of_elu_given_by_keyword_is_refused() -> None:
         write_body("t0 = aten.elu.default(j0, scale=2.0); return t0", operands, {"j0": 6})
 
 
-def test_neighbours_of_a_concatenation_take_one_load() -> None:
+def test_neighbors_of_a_concatenation_take_one_load() -> None:
     """A load in a branch of some columns stays one: its index may lie outside in other columns."""
     text = "t0 = aten.cat.default([e0, e1], 1); t1 = aten.relu.default(t0); return t1"
     for width, loads in ((64, {"four_if<kPart == 0>(e0", "four_if<kPart == 1>(e1"}), (62, set())):

@@ -54,7 +54,7 @@ def test_every_value_is_widened_as_torch_does(kind: str) -> None:
 
 
 def values_to_round(dtype: torch.dtype) -> Tensor:
-    """Random values, all ties of neighbours and what is next to them, denormals, and what is out of range."""
+    """Random values, all ties of neighbors and what is next to them, denormals, and what is out of range."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     known = codes[codes.isfinite()].sort().values
     ties = (known[1:] + known[:-1]) / 2

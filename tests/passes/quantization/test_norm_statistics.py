@@ -24,7 +24,7 @@ class Normed(nn.Module):
 
 
 class ByHand(nn.Module):
-    """Standardises by `index_add`, in one expression."""
+    """Standardizes by `index_add`, in one expression."""
 
     def forward(self, x, batch):
         zeros = x.new_zeros(10, WIDTH)
@@ -67,7 +67,7 @@ def assigned(compiled: gnnc.CompiledModel) -> dict[str, set[str]]:
 @torch.no_grad()
 @pytest.mark.parametrize("precision", slow_after(1, ["int8", "bf16"]))
 @pytest.mark.parametrize("name", NORMS)
-def test_statistics_stay_fp32_and_sums_of_neighbours_do_not(name, precision):
+def test_statistics_stay_fp32_and_sums_of_neighbors_do_not(name, precision):
     torch.manual_seed(0)
     model = Normed(NORMS[name]()).eval()
     compiled = gnnc.compile(model, precision, overrides={"norm": precision})  # not even if asked for

@@ -13,7 +13,7 @@ WIDTH, NODES = 64, 40
 
 
 class ByHand(nn.Module):
-    """Writes the variance over neighbours as two sums."""
+    """Writes the variance over neighbors as two sums."""
 
     def __init__(self, power: bool) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ VARIANCES = {
 }
 
 
-def equal_neighbours() -> tuple[Tensor, Tensor]:
-    """Return x and a graph in which every row has one neighbour, three times: all variances are zero."""
+def equal_neighbors() -> tuple[Tensor, Tensor]:
+    """Return x and a graph in which every row has one neighbor, three times: all variances are zero."""
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(NODES, (NODES,), generator=generator)
     edge_index = torch.stack([source, torch.arange(NODES)]).repeat(1, 3)
@@ -58,13 +58,13 @@ def test_the_variance_of_equal_values_is_none(name: str, precision: str) -> None
         if hasattr(model, bias):
             getattr(model, bias).weight.zero_()
     compiled = gnnc.compile(model, precision)
-    arguments = equal_neighbours()
+    arguments = equal_neighbors()
     assert (compiled(*arguments) - model(*arguments)).abs().max() < 2e-3
     assert "a part of a variance" in compiled.explain()
 
 
 class Squares(nn.Module):
-    """Squares a sum over neighbours, of which nothing is subtracted that has the same source."""
+    """Squares a sum over neighbors, of which nothing is subtracted that has the same source."""
 
     def forward(self, x: Tensor, edge_index: Tensor, other: Tensor) -> Tensor:
         total = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
@@ -73,7 +73,7 @@ class Squares(nn.Module):
 
 @torch.no_grad()
 def test_a_square_alone_is_no_variance() -> None:
-    x, edge_index = equal_neighbours()
+    x, edge_index = equal_neighbors()
     compiled = gnnc.compile(Squares(), "bf16")
     compiled(x, edge_index, torch.ones_like(x))
     assigned = dict(compiled.stages)["assign"].graph.nodes
