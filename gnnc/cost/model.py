@@ -259,7 +259,8 @@ def _summed(node: Node) -> sympy.Expr:
 
 def mode_of(node: Node) -> str:
     """Return the precision of a primitive's operands, and how an integer aggregation adds."""
-    precision = describe.precision_in(node) or "fp32"
+    # rates are measured for operands of the graph: what a kernel dequantizes on its way counts as FP32
+    precision = describe.lowest_precision(describe.operands(node)) or "fp32"
     if op_name(node) != "qspmm":
         return precision
     named = arguments(node)

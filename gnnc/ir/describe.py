@@ -1,5 +1,6 @@
 """Facts about the nodes of a graph that the printer, the reports and the drawings share."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,9 +136,30 @@ def operands(node: Node) -> list[Node]:
 
 
 def precision_in(node: Node) -> str | None:
-    """Return the lowest precision among a node's operands."""
-    found = [p for p in map(precision_of, operands(node)) if p is not None]
+    """Return the lowest precision in which the kernel of a node of an inlined graph reads an operand."""
+    return lowest_precision(loaded_operands(node))
+
+
+def lowest_precision(values: Iterable[Node]) -> str | None:
+    """Return the lowest precision in which some values are held, or None where none is a feature tensor."""
+    found = [p for p in map(precision_of, values) if p is not None]
     return min(found, key=bits_of) if found else None
+
+
+def loaded_operands(node: Node) -> list[Node]:
+    """Return the operands of a node as its kernel loads them: quantized, where it dequantizes them itself."""
+    op = op_of(node)
+    if op is None or node.meta.get("block") is None:
+        return operands(node)
+    low = [value for value in map(arguments(node).get, op.low_operands) if isinstance(value, Node)]
+    return [_loaded(operand) if operand in low else operand for operand in operands(node)]
+
+
+def _loaded(operand: Node) -> Node:
+    """Return the quantized values that an operand is made of within its fused kernel, else the operand."""
+    made = producer(operand)
+    is_own = made.meta.get("block") is not None and made.meta["block"] == operand.meta["block"]
+    return first_operand(made) if is_own and op_name(made) == "dequantize" else operand
 
 
 def granularity_of(node: Node) -> str:
@@ -149,7 +171,7 @@ def granularity_of(node: Node) -> str:
     if "qtype" in named:
         granularity = QType.parse(named["qtype"]).granularity
     if granularity is None:
-        found = [_granularity_of_value(operand) for operand in operands(node)]
+        found = [_granularity_of_value(operand) for operand in loaded_operands(node)]
         return " × ".join(text for text in found if text)
     return "channel" if granularity in ("row", "column") and _of_weight(node, op_name(node)) else granularity
 
@@ -176,8 +198,8 @@ def is_free(node: Node) -> bool:
 
 
 def is_quantized(node: Node) -> bool:
-    """Return whether an op reads quantized values."""
-    return any(qtype_of(operand) is not None for operand in operands(node))
+    """Return whether the kernel of an op reads quantized values."""
+    return any(qtype_of(operand) is not None for operand in loaded_operands(node))
 
 
 def layer_of(node: Node) -> str:

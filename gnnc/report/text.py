@@ -276,7 +276,7 @@ def _weights_of(node: Node) -> list[str]:
     """Return the names of the matrices among the parameters that an op multiplies by or reads as features."""
     found: dict[str, None] = {}
     computed = argument(node, "w") if op_of(node) and "w" in arguments(node) else None
-    pending, seen = [(operand, operand is computed) for operand in describe.operands(node)], set()
+    pending, seen = [(operand, operand is computed) for operand in _low_operands(node)], set()
     while pending:
         operand, is_computed = pending.pop()
         if operand in seen:
@@ -289,6 +289,14 @@ def _weights_of(node: Node) -> list[str]:
         elif describe.changes_precision(operand) or op_name(operand) in RENAMINGS:
             pending.append((first_operand(operand), False))
     return list(found)
+
+
+def _low_operands(node: Node) -> list[Node]:
+    """Return the operands of an op that may be held in fewer bits; all, of an op that names none."""
+    op = op_of(node)
+    if op is None or not op.low_operands:
+        return describe.operands(node)
+    return [value for value in map(arguments(node).get, op.low_operands) if isinstance(value, Node)]
 
 
 def stayed_fp32(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:

@@ -70,6 +70,7 @@ def test_compiled_equals_eager(name: str) -> None:
         for precision, limit in LIMIT.items():
             compiled = gnnc.compile(model, precision=precision)
             compare(name, compiled, SIZES, limit)
+            assert "no reason was recorded" not in compiled.explain()
             if precision == "fp32":
                 refuse(name, compiled)
 
@@ -83,6 +84,7 @@ def test_layers_equal_eager(name: str) -> None:
         for precision, limit in LAYER_LIMIT.items():
             compiled = gnnc.compile(model, precision=precision)
             compare(name, compiled, SIZES if largest_first else SIZES[::-1], limit)
+            assert "no reason was recorded" not in compiled.explain()
             if name not in BRANCHES_ON_SIZE:
                 assert "\n  2. " not in compiled.explain()  # one capture serves all sizes
             if precision == "fp32":

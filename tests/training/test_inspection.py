@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GATConv, GCNConv
 
 import gnnc
 from gnnc.ir.parts import BACKWARD, FORWARD
@@ -77,3 +77,32 @@ def test_an_inference_program_has_no_backward_graph(compiled: gnnc.CompiledModel
         twin(torch.randn(10, 6), torch.randint(10, (2, 30)))
     assert twin.backward_graph_module is None
     assert "Saved for" not in twin.explain()
+
+
+@pytest.fixture(scope="module")
+def attention() -> gnnc.CompiledModel:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.conv2 = GATConv(32, 8, heads=4), GATConv(32, 7)
+
+        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+            return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+
+    torch.manual_seed(0)
+    compiled = gnnc.compile(Net().train(), "int8", backend="cpu")
+    compiled(torch.randn(50, 32), torch.randint(50, (2, 200))).sum().backward()
+    return compiled
+
+
+def test_a_kernel_that_dequantizes_what_it_loads_counts_as_quantized(attention: gnnc.CompiledModel) -> None:
+    stayed = attention.explain().partition("Stayed FP32\n")[2].partition("\n\n")[0]
+    assert "conv1 (backward) attention_backward" not in stayed
+    assert "conv2 (backward) attention_backward: a row of 7 FP32 values" in stayed
+    counts = "quantized 5 of 13 ops (gemm 3/5, spmm 2/4, sddmm 0/2, softmax 0/2), 1 of 2 weights"
+    assert str(attention).startswith(counts)
+    rows = [row for row in attention.summary().splitlines() if row.startswith("attention_backward")]
+    assert sorted(" ".join(row.split()).split(" - ")[0] for row in rows) == [
+        "attention_backward conv1, conv1 (backward) 8 int8",
+        "attention_backward conv2 (backward) 32 fp32",
+    ]

@@ -71,6 +71,14 @@ def check(name: str, *, of_inputs: bool) -> None:
             assert error <= allowed, (path, error, allowed)
 
 
+@pytest.mark.parametrize("name", slow_but(("gat-mean",), CASES))
+def test_a_reason_is_recorded_for_every_op_of_a_step_that_stays_fp32(name: str) -> None:
+    model, arguments = cases(name)
+    compiled = gnnc.compile(model, "int8")
+    gradients(compiled, model, arguments, torch.float32)
+    assert "no reason was recorded" not in compiled.explain()
+
+
 @pytest.mark.parametrize("name", ["gcn", pytest.param("gin", marks=pytest.mark.slow)])
 def test_gradients_in_bf16_point_where_those_of_fp32_do(name: str) -> None:
     model, arguments = cases(name)
