@@ -90,6 +90,12 @@ FAMILIES = {
         "kernels/test_gemm.py::test_products_equal_the_reference[602-fp16]",
         "kernels/test_gemm.py::test_products_equal_the_reference[1433-bf16]",
     ),
+    "computed weights": (
+        "kernels/test_gemm.py::test_computed_weights_have_padded_rows[20-fp32]",
+        "kernels/test_gemm.py::test_computed_weights_have_padded_rows[47-fp32]",
+        "kernels/test_gemm.py::test_computed_weights_have_padded_rows[47-bf16]",
+        "kernels/test_gemm.py::test_computed_weights_have_padded_rows[47-int8]",
+    ),
     "gradients": (
         "kernels/test_gradients.py::test_gemm_tn[7-47-63-dtype0]",
         "kernels/test_gradients.py::test_gemm_tn[16-130-63-dtype1]",
@@ -117,7 +123,17 @@ FAMILIES = {
 }
 """Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
 
-EMULATED = ("new graphs", "split rows", "fp8", "sddmm", "attention", "gradients", "tuning", "models")
+EMULATED = (
+    "new graphs",
+    "split rows",
+    "fp8",
+    "sddmm",
+    "attention",
+    "computed weights",
+    "gradients",
+    "tuning",
+    "models",
+)
 """Families whose tests run on the emulator in `make test-all` without a GPU, but those of ``LONG``."""
 LONG = frozenset(
     {

@@ -18,7 +18,7 @@ def places(name: str, shape: tuple[int, ...]) -> Place:
     found, remaining, total = [], prod(shape), prod(shape)
     for size in shape:
         is_outermost = remaining == total  # less than its size, as the flat index is less than the total
-        remaining //= size
+        remaining //= max(size, 1)
         outer = name if remaining == 1 else f"({name} / {remaining})"
         found.append("0" if size == 1 else outer if is_outermost else f"({outer} % {size})")
     return tuple(found)
@@ -28,7 +28,7 @@ def flat(place: Place, shape: tuple[int, ...]) -> str:
     """Return the flat index of a place."""
     terms, remaining = [], prod(shape)
     for index, size in zip(place, shape, strict=True):
-        remaining //= size
+        remaining //= max(size, 1)
         if size != 1 and index != "0":
             terms.append(index if remaining == 1 else f"{index} * {remaining}")
     return " + ".join(terms) or "0"

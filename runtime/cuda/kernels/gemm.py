@@ -364,12 +364,11 @@ def _pack(
     packed: list[tuple[Expr, Expr]] = []
     for given, shape, program in zip(plan.weights, shapes, plan.program.windows, strict=True):
         w = argument_of(node, given.w)
-        columns = int(w.meta["val"].shape[1])
-        sizes = f"{shape.inner}, {shape.out}, {f'{columns}, 1' if given.is_kn else f'1, {columns}'}"
+        tensor, stride = emitter.matrix(w), emitter.row_stride(w)
+        sizes = f"{shape.inner}, {shape.out}, {f'{stride}, 1' if given.is_kn else f'1, {stride}'}"
         configs.append(
             f"gnnc::PackConfig<gnnc::Product::{shape.product}, {sizes}, {load_width}, {shape.pack_warps}>"
         )
-        tensor = emitter.matrix(w)
         zero = next((scale.written for scale in scales_of(program, node, emitter)), None)
         weight = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
         scale = emitter.scratch(1, shape.out, torch.float32, flat=True)

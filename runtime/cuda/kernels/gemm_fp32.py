@@ -130,11 +130,10 @@ class GemmFp32:
 def _pack(plan: gemm.Plan, node: Node, emitter: CudaEmitter, inner: int, tile: Tile) -> Expr:
     """Write the launch that lays the weight out; return the packed weight."""
     w = argument_of(node, plan.weights[0].w)
-    columns = int(w.meta["val"].shape[1])
-    strides = f"{columns}, 1" if plan.weights[0].is_kn else f"1, {columns}"
+    tensor, stride = emitter.matrix(w), emitter.row_stride(w)
+    strides = f"{stride}, 1" if plan.weights[0].is_kn else f"1, {stride}"
     places = tile.places(inner)
     count = places * tile.columns
-    tensor = emitter.matrix(w)
     zero = next((scale.written for scale in scales_of(plan.program, node, emitter)), None)
     packed = emitter.scratch(1, count, torch.float32, flat=True)
     emitter.launch(

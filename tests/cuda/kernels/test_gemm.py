@@ -52,6 +52,32 @@ def test_products_equal_the_reference(inner: int, precision: str) -> None:
             assert error(got, want) < (0.0 if precision == "int8" else 1e-5) + 1e-30
 
 
+class ComputedWeights(nn.Module):
+    """Products with weights that the program computes, whose rows lie padded in its memory."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(torch.randn(7, inner) / inner**0.5)
+        self.rows = nn.Parameter(torch.randn(inner, inner) / inner**0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return products with a weight of each layout."""
+        return x @ (self.columns * 2 - self.columns.sigmoid()).t(), x @ (self.rows - self.rows.t() - 0.1)
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("inner", [20, 47])
+def test_computed_weights_have_padded_rows(inner: int, precision: str) -> None:
+    torch.manual_seed(inner)
+    model, x = ComputedWeights(inner).eval(), torch.randn(33, inner)
+    compiled = gnnc.compile(copy.deepcopy(model).cuda(), precision, backend="cuda")
+    reference = gnnc.compile(model, precision, backend="reference")
+    for got, want in zip(compiled(x.cuda()), reference(x), strict=True):
+        assert error(got, want) < (1e-2 if precision == "int8" else 1e-4)
+
+
 @pytest.mark.cuda
 @torch.no_grad()
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])

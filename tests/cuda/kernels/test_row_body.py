@@ -57,6 +57,19 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def test_an_operand_without_columns() -> None:
+    class Empty(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            nothing = torch.where(x[:, :0] > 0, x[:, :0], y[:, :0])
+            return torch.cat([x, y[:, :0], nothing, y], 1) * 2
+
+    given = torch.randn(70, 17), torch.randn(70, 17)
+    compiled = gnnc.compile(Empty().cuda(), "fp32")
+    got = compiled(*(value.cuda() for value in given)).cpu()
+    assert torch.equal(got, Empty()(*given))
+    assert "row_body" in str(compiled)
+
+
 @pytest.mark.parametrize(("rows", "width"), [(0, 3), (1, 1), (70, 17), (70, 64)])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_read_and_stored(name: str, rows: int, width: int) -> None:
