@@ -3,7 +3,7 @@
     python benchmarks/cuda_gemm.py [--only cora facebook ...] [--forms fp16 int8 ...]
 
 Every product is a compiled model of one layer, or of two that share the quantized values of x (the form
-"codes"); times are those of its kernels, by torch.profiler. The floor is x, the weight and the FP32 result
+"quantized"); times are those of its kernels, by torch.profiler. The floor is x, the weight and the FP32 result
 once each at the bandwidth of a device copy. The peer is cuBLAS or cuBLASLt through torch on operands that
 are already in the narrow type (``torch.mm``, ``torch._int_mm``), which writes 16 bits or int32: the
 conversion of x to that type, and the scales, bias and next type of the result, are separate kernels, and
@@ -38,7 +38,7 @@ SHAPES = {
 }
 RESULTS = Path(__file__).resolve().parent / "results" / "cuda-gemm.json"
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-FORMS = ("fp16", "bf16", "int8", "codes")
+FORMS = ("fp16", "bf16", "int8", "quantized")
 
 
 class TwoLayers(nn.Module):
@@ -56,13 +56,13 @@ class TwoLayers(nn.Module):
 
 def model_of(form: str, inner: int, out: int) -> tuple[nn.Module, str]:
     """Return the layers and the precision whose products read x in a form."""
-    model = TwoLayers(inner, out) if form == "codes" else nn.Linear(inner, out, bias=False)
-    return model.eval(), "int8" if form == "codes" else form
+    model = TwoLayers(inner, out) if form == "quantized" else nn.Linear(inner, out, bias=False)
+    return model.eval(), "int8" if form == "quantized" else form
 
 
 def floor_us(form: str, rows: int, inner: int, out: int) -> float:
     """Return the microseconds of moving x, weight and result once."""
-    row = (inner + 31) // 32 * 32 + 4 if form == "codes" else 4 * inner
+    row = (inner + 31) // 32 * 32 + 4 if form == "quantized" else 4 * inner
     return (rows * (row + 4 * out) + 4 * inner * out) / copy_gbs() / 1e3
 
 

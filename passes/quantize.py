@@ -118,7 +118,7 @@ class Quantize:
         gradients = GradientRounding(self.gradients, self.rounding, _gradients(gm), summed)
         ones: dict[Node, Node] = {}
         for node in low:
-            if not gradients.nodes:  # a step reads the codes of its features again
+            if not gradients.nodes:  # a training step reads its quantized features again
                 use_bf16_for_product(node, ctx)
             use_bf16_for_narrow_rows(node, ctx, _candidates(node), observed.get(node), self.max_error)
             use_bf16_for_attention(node, ctx, trains=bool(gradients.nodes))

@@ -46,7 +46,7 @@ const T& weight_at(const BodyWeight& w, int64_t k, int64_t n) {
   return static_cast<const T*>(w.data)[k * w.input_stride + n * w.output_stride];
 }
 
-inline void pack_codes(const BodyWeight& w) {
+inline void pack_int8(const BodyWeight& w) {
   for (int64_t n = 0; n < w.outputs; ++n) {
     int32_t total = 0;
     for (int64_t k = 0; k < w.inputs; ++k) {
@@ -94,7 +94,7 @@ inline void pack_weight(const BodyWeight& w) {
     case BodyFormat::f32:
       return pack_floats(w);
     case BodyFormat::i8:
-      return pack_codes(w);
+      return pack_int8(w);
     default:
       return pack_bf16(w);
   }
@@ -113,7 +113,7 @@ inline void quantize_rows(const Rows& x, int64_t rows, int64_t width, const Rows
       const float* row = first + r * x.stride;
       const Floats factor = splat(inverses[r]);
       float* out = to.data + (begin + r) * to.stride;
-      store_codes<Clamp::none>(
+      store_quantized<Clamp::none>(
           width, [&](int64_t c, auto n) { return load(row + c, n) * factor; }, kFlip, reinterpret_cast<int8_t*>(out));
       out[scale_at] = scales[r];
     }

@@ -175,7 +175,7 @@ template <Clamp kClamp, typename T>
 GNNC_INLINE void quantize_row(const GemmArgs& g, const T* x, float inverse, uint8_t* out) {
   const Floats factor = splat(inverse);
   const auto value = [&](int64_t c, auto n) { return load(x + c, n) * factor; };
-  store_codes<kClamp>(g.depth, value, 0x80, reinterpret_cast<int8_t*>(out));
+  store_quantized<kClamp>(g.depth, value, 0x80, reinterpret_cast<int8_t*>(out));
 }
 
 // Quantizes the rows of a block, a few rows at a time, so that they are still in L1 when their maxima are known.
@@ -215,7 +215,7 @@ void copy_flipped(const int8_t* q, int64_t count, uint8_t* to) {
 #endif
 }
 
-void copy_codes(const GemmArgs& g, const Block& b, int64_t row) {
+void copy_quantized(const GemmArgs& g, const Block& b, int64_t row) {
   for (int r = 0; r < b.rows; ++r) {
     const int8_t* q = rows_at<int8_t>(g, row + r);
     uint8_t* to = b.buffer + r * b.depth;
@@ -224,10 +224,10 @@ void copy_codes(const GemmArgs& g, const Block& b, int64_t row) {
   }
 }
 
-void load_codes(const GemmArgs& g, const Block& b, int64_t row) {
+void load_quantized(const GemmArgs& g, const Block& b, int64_t row) {
   switch (g.x_type) {
     case Scalar::i8:
-      return copy_codes(g, b, row);
+      return copy_quantized(g, b, row);
     case Scalar::f32:
       return quantize_rows(g, b, rows_at<float>(g, row));
     default:
@@ -244,12 +244,12 @@ GNNC_INLINE void code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int6
                            std::integer_sequence<int, I...>) {
   __m512i sums[kRows * kStrips] = {_mm512_loadu_si512(init + I % kStrips * 16)...};
   for (int64_t k = 0; k < steps; ++k) {
-    __m512i codes[kStrips], value = _mm512_setzero_si512();
-    for (int j = 0; j < kStrips; ++j) codes[j] = _mm512_loadu_si512(w + (k * kStrips + j) * 16);
+    __m512i quantized[kStrips], value = _mm512_setzero_si512();
+    for (int j = 0; j < kStrips; ++j) quantized[j] = _mm512_loadu_si512(w + (k * kStrips + j) * 16);
     ahead.next<2>();
     ((value = I % kStrips == 0 ? _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a + I / kStrips * lda + 4 * k))
                                : value,
-      add_products(sums[I], value, codes[I % kStrips])),
+      add_products(sums[I], value, quantized[I % kStrips])),
      ...);
   }
   (store(acc + I / kStrips * ld + I % kStrips * 16, to_floats(reinterpret_cast<Ints>(sums[I])) *
@@ -346,9 +346,9 @@ void compute_dots(const GemmArgs& g, const Block& b, int64_t row) {
   }
 }
 
-void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
+void compute_quantized(const GemmArgs& g, const Block& b, int64_t row) {
   if (multiply_few(g, b, row)) return;
-  load_codes(g, b, row);
+  load_quantized(g, b, row);
   for (int64_t p = 0; p < panels_of(g); ++p) {
     const Panel panel = panel_of(g, p);
     const int64_t column = p * kPanelStrips * kLanes;
@@ -366,18 +366,18 @@ void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
 #else
 
 // Converts the quantized values to floats, stored after the bytes in the buffer.
-float* floats_of_codes(const Block& b) {
+float* floats_of_quantized(const Block& b) {
   auto* floats = reinterpret_cast<float*>(b.buffer + kBlockRows * b.depth);
   for (int64_t i = 0; i < b.rows * b.depth; ++i) floats[i] = static_cast<float>(b.buffer[i]) - 128.0f;
   return floats;
 }
 
-void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
-  load_codes(g, b, row);
-  const float* codes = floats_of_codes(b);
+void compute_quantized(const GemmArgs& g, const Block& b, int64_t row) {
+  load_quantized(g, b, row);
+  const float* quantized = floats_of_quantized(b);
   std::fill_n(b.sums, b.rows * b.ld, 0);
   for (int64_t k = 0; k < g.depth; k += kExactDepth) {
-    multiply_floats(g, b, row, codes, b.depth, k, std::min(k + kExactDepth, g.depth), false);
+    multiply_floats(g, b, row, quantized, b.depth, k, std::min(k + kExactDepth, g.depth), false);
     for (int r = 0; r < b.rows; ++r) {
       for (int64_t c = r * b.ld; c < r * b.ld + g.width; ++c) b.sums[c] += static_cast<int32_t>(b.acc[c]);
     }
@@ -396,7 +396,7 @@ void compute(const GemmArgs& g, const Block& b, int64_t row) {
   if (g.tiles) return compute_tiles(g, row, b.rows, reinterpret_cast<Bf16*>(b.buffer), b.acc, b.ld);
   if (g.dots) return compute_dots(g, b, row);
 #endif
-  g.mode == GemmMode::i8 ? compute_codes(g, b, row) : compute_floats(g, b, row);
+  g.mode == GemmMode::i8 ? compute_quantized(g, b, row) : compute_floats(g, b, row);
 }
 
 // Computes rows [begin, end), and runs the program on each block while it is in L1.

@@ -21,11 +21,11 @@ constexpr int64_t kBlockRows = 24;  // a multiple of the rows of every register 
 
 GNNC_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-GNNC_INLINE bool packs_codes(const GemmArgs& g) { return kVnni && g.mode == GemmMode::i8; }
+GNNC_INLINE bool packs_int8(const GemmArgs& g) { return kVnni && g.mode == GemmMode::i8; }
 GNNC_INLINE int64_t steps_of(const GemmArgs& g) {
   if (g.tiles) return round_up(g.depth, 32) / 2;
   if (g.dots) return (g.depth + 1) / 2;
-  return packs_codes(g) ? (g.depth + 3) / 4 : g.depth;
+  return packs_int8(g) ? (g.depth + 3) / 4 : g.depth;
 }
 GNNC_INLINE int64_t strips_of(const GemmArgs& g) { return (g.width + kLanes - 1) / kLanes; }
 GNNC_INLINE int64_t acc_stride(const GemmArgs& g) { return round_up(g.width, 16); }

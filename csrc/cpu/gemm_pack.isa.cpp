@@ -91,18 +91,18 @@ void pack_float_rows(const Strip& s) {
   }
 }
 
-void pack_code_rows(const Strip& s, const float* inverse) {
+void pack_int8_rows(const Strip& s, const float* inverse) {
   for (int64_t k = 0; k < s.g.depth; k += 64) {
     store_steps(s, k / 4, [&](int c) {
       const float* row = s.w + c * s.stride_o;
       const Floats factor = splat(inverse[c]);
       const auto value = [&](int64_t at) { return part(row, at, s.g.depth) * factor; };
-      return pack_codes<Clamp::none>(value(k), value(k + 16), value(k + 32), value(k + 48));
+      return pack_int8<Clamp::none>(value(k), value(k + 16), value(k + 32), value(k + 48));
     });
   }
 }
 
-void pack_code_columns(const Strip& s, const float* inverse) {
+void pack_int8_columns(const Strip& s, const float* inverse) {
   const Floats factor = load(inverse);
   const auto byte = [&](int64_t k) {
     if (k >= s.g.depth) return _mm512_setzero_si512();
@@ -127,8 +127,8 @@ void start_sums(const Strip& s) {
   _mm512_storeu_si512(s.g.w_init + s.first, _mm512_sub_epi32(_mm512_setzero_si512(), sums));
 }
 
-void pack_codes_of(const Strip& s, const float* inverse) {
-  s.stride_k == 1 ? pack_code_rows(s, inverse) : pack_code_columns(s, inverse);
+void pack_int8_weight(const Strip& s, const float* inverse) {
+  s.stride_k == 1 ? pack_int8_rows(s, inverse) : pack_int8_columns(s, inverse);
   start_sums(s);
 }
 
@@ -145,7 +145,7 @@ void pack_float_rows(const Strip& s) {
   }
 }
 
-void pack_codes_of(const Strip& s, const float* inverse) {
+void pack_int8_weight(const Strip& s, const float* inverse) {
   const Floats factor = load(inverse);
   for (int64_t k = 0; k < s.g.depth; ++k) {
     Floats v{};
@@ -182,7 +182,7 @@ void pack_quantized(const Strip& s) {
   const Floats scale = scale_of(load(tops));
   store(s.g.w_scale + s.first, scale);
   store(inverse, inverse_of(scale));
-  pack_codes_of(s, inverse);
+  pack_int8_weight(s, inverse);
 }
 
 }  // namespace

@@ -46,10 +46,12 @@ struct IntegerProducts {
   }
 };
 
-GNNC_INLINE __m512i codes(const int8_t* p, Whole) {
+GNNC_INLINE __m512i quantized(const int8_t* p, Whole) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-GNNC_INLINE __m512i codes(const int8_t* p, Tail t) { return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(t.mask(), p)); }
+GNNC_INLINE __m512i quantized(const int8_t* p, Tail t) {
+  return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(t.mask(), p));
+}
 
 // Returns the low halves of the lanes of `first` and `second` side by side.
 GNNC_INLINE __m512i pair16(__m512i first, __m512i second) {
@@ -140,7 +142,7 @@ void sum_rows_of_integers(const GemmTnArgs& g, int64_t begin, int64_t end, float
     const auto code = [&](int64_t r, int64_t c, auto lanes) {
       const int8_t* at = a + (row + r) * g.a.stride + c;
       prefetch_far(at + kPairBlock * g.a.stride);
-      return codes(at, lanes);
+      return quantized(at, lanes);
     };
     pack_pairs_of_rows(count, g.inner, stride, code, pair16, left);
     const auto rounded = [&](int64_t r, int64_t c, auto) {

@@ -17,8 +17,8 @@ constexpr int64_t kAheadBytes = 6144;  // measured: 4096 and 8192 take 10% longe
 
 // Adds products of unsigned and signed bytes. In assembly, because with the intrinsic g++ 12 copies every sum before it
 // adds, and spills the copies.
-GNNC_INLINE void add_products(__m512i& sum, __m512i unsigned_codes, __m512i signed_codes) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_codes), "v"(signed_codes));
+GNNC_INLINE void add_products(__m512i& sum, __m512i unsigned_values, __m512i signed_values) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_values), "v"(signed_values));
 }
 
 // The nonzero elements of a row.

@@ -27,7 +27,7 @@ enum class Use {
   columns2,        // two operands in a row, fp32 [F] or empty
   statistics,      // four operands in a row: mean, var [F], weight, bias [F] or empty
   full,            // operand, fp32 or bf16 [M, F]; or two in a row, int8 [M, F] and its scales, fp32 [M]
-  codes,           // operand, int8 [M, F]
+  quantized,       // operand, int8 [M, F]
   bits,            // operand, uint8 [M, ceil(F / 8)]
   single,          // operand, fp32, one element
   single_or_none,  // the same; -1: none
@@ -36,7 +36,7 @@ enum class Use {
   stream,          // a number of random bits, not negative
   out_f32,         // output [M, F]
   out_bf16,        // output [M, F]
-  out_codes,       // output, int8 [M, F], rows padded to 64 bytes
+  out_quantized,   // output, int8 [M, F], rows padded to 64 bytes
   out_row,         // output, fp32 [M]
   out_shift,       // output, uint8 [M]
   out_count,       // output, int64, one element; -1: none
@@ -60,7 +60,7 @@ constexpr Spec kSpecs[] = {
     {RowOp::add_col, Use::column},
     {RowOp::mul_full, Use::full},
     {RowOp::add_full, Use::full},
-    {RowOp::add_qrow, Use::codes, Use::row},
+    {RowOp::add_qrow, Use::quantized, Use::row},
     {RowOp::mul_const, Use::none, Use::constant},
     {RowOp::add_const, Use::none, Use::constant},
     {RowOp::mul_tensor, Use::single},
@@ -103,9 +103,9 @@ constexpr Spec kSpecs[] = {
     {RowOp::add_scaled, Use::full, Use::constant, Use::single_or_none},
     {RowOp::store_f32, Use::out_f32},
     {RowOp::store_bf16, Use::out_bf16},
-    {RowOp::quant_row, Use::out_codes, Use::out_row},
-    {RowOp::quant_static, Use::out_codes, Use::scale, Use::out_count},
-    {RowOp::quant_pow2, Use::out_codes, Use::out_shift, Use::scale},
+    {RowOp::quant_row, Use::out_quantized, Use::out_row},
+    {RowOp::quant_static, Use::out_quantized, Use::scale, Use::out_count},
+    {RowOp::quant_pow2, Use::out_quantized, Use::out_shift, Use::scale},
     {RowOp::amax, Use::out_amax},
     {RowOp::row_dot, Use::column, Use::out_per_head, Use::heads},
     {RowOp::store_bits, Use::out_bits},
@@ -229,7 +229,7 @@ void Parser::check_operand(Use use, int32_t index) {
       }
       return expect((v.type == Scalar::f32 || v.type == Scalar::bf16) && matrix(v, width_),
                     "float32 or bfloat16 [rows, width]");
-    case Use::codes:
+    case Use::quantized:
       return expect(v.type == Scalar::i8 && matrix(v, width_), "int8 [rows, width]");
     case Use::bits:
       return expect(v.type == Scalar::u8 && matrix(v, (width_ + 7) / 8), "uint8 with a bit for each value");
@@ -257,7 +257,7 @@ void Parser::check_out(Use use, int32_t index, int64_t heads) {
       return expect(v.type == Scalar::f32 && matrix(v, width_), "float32 [rows, width]");
     case Use::out_bf16:
       return expect(v.type == Scalar::bf16 && matrix(v, width_), "bfloat16 [rows, width]");
-    case Use::out_codes: {
+    case Use::out_quantized: {
       expect(v.type == Scalar::i8 && matrix(v, width_), "int8 [rows, width]");
       const int64_t padded = (width_ + 63) / 64 * 64;
       if (rows_ <= 1) v.stride = padded;  // the stride of a tensor with one row is arbitrary

@@ -12,10 +12,10 @@
 
 namespace gnnc::GNNC_ISA {
 namespace {
-void add_codes(const Tile& t, const RowView& codes, const RowView& scales) {
+void add_quantized(const Tile& t, const RowView& quantized, const RowView& scales) {
   for (int r = 0; r < t.rows; ++r) {
     float* row = t.row(r);
-    const int8_t* q = row_of<const int8_t>(codes, t.first + r);
+    const int8_t* q = row_of<const int8_t>(quantized, t.first + r);
     const Floats scale = splat(floats(scales)[t.first + r]);
     for_columns(t.width, [&](int64_t c, auto n) { store(row + c, load(row + c) + load(q + c, n) * scale); });
   }
@@ -69,7 +69,7 @@ void apply_arithmetic(const Tile& t, const RowInstruction& in) {
     case RowOp::threshold_backward:
       return map_full(t, operand(in.a), [](Floats x, Floats v) { return v <= Floats{} ? Floats{} : x; });
     default:
-      return add_codes(t, operand(in.a), operand(in.b));
+      return add_quantized(t, operand(in.a), operand(in.b));
   }
 }
 
@@ -171,21 +171,21 @@ bool quantizes_in_registers(const Tile& t, int64_t at) {
 // Applies a chain and the quantization `last` after it. The tile is written back only if a later instruction reads it.
 void apply_chain_and_quantize(const Tile& t, const RowInstruction* code, int64_t count, const RowInstruction& last,
                               bool again) {
-  const int rows = t.rows / kCodedRows * kCodedRows;
+  const int rows = t.rows / kQuantizedRows * kQuantizedRows;
   const Tile whole{t.program, t.acc, t.ld, t.first, rows, t.width, t.rounding};
   const Tile rest{t.program, t.row(rows), t.ld, t.first + rows, t.rows - rows, t.width, t.rounding};
   switch ((t.width + kLanes - 1) / kLanes) {
     case 4:
-      chain_to_codes<4>(whole, code, count, last, again);
+      chain_to_quantized<4>(whole, code, count, last, again);
       break;
     case 3:
-      chain_to_codes<3>(whole, code, count, last, again);
+      chain_to_quantized<3>(whole, code, count, last, again);
       break;
     case 2:
-      chain_to_codes<2>(whole, code, count, last, again);
+      chain_to_quantized<2>(whole, code, count, last, again);
       break;
     default:
-      chain_to_codes<1>(whole, code, count, last, again);
+      chain_to_quantized<1>(whole, code, count, last, again);
   }
   if (rest.rows == 0) return;
   apply_chain(rest, code, count);

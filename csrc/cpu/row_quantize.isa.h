@@ -15,11 +15,11 @@ namespace {
 
 // Stores the quantized values of row r of a tile: value(c, n) rounded to nearest, or stochastically.
 template <Clamp kClamp, typename Value>
-GNNC_INLINE void store_row_codes(const Tile& t, int64_t r, const Value& value, Fractions* random, int8_t* out) {
-  if (random == nullptr) return store_codes<kClamp>(t.width, value, 0, out);
+GNNC_INLINE void store_quantized_row(const Tile& t, int64_t r, const Value& value, Fractions* random, int8_t* out) {
+  if (random == nullptr) return store_quantized<kClamp>(t.width, value, 0, out);
   const uint16_t* bits = random->row(t.first + r);
   const auto raised = [&](int64_t c, auto n) { return value(c, n) + fractions(bits + c); };
-  store_codes<Clamp::floor>(t.width, raised, 0, out);
+  store_quantized<Clamp::floor>(t.width, raised, 0, out);
 }
 
 // The random fractions of a tile whose next quantization is stochastic.
@@ -38,7 +38,7 @@ struct TileFractions {
   Fractions random;
 };
 
-void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
+void quant_row(const Tile& t, const RowView& quantized, const RowView& scales) {
   alignas(64) float scale[kGroup], inverse[kGroup];
   TileFractions fractions(t);
   for (int begin = 0; begin < t.rows; begin += kGroup) {
@@ -49,7 +49,8 @@ void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
       const float* row = t.row(begin + i);
       const Floats factor = splat(inverse[i]);
       const auto value = [&](int64_t c, auto) { return load(row + c) * factor; };
-      store_row_codes<Clamp::none>(t, begin + i, value, fractions.get(), row_of<int8_t>(codes, t.first + begin + i));
+      store_quantized_row<Clamp::none>(t, begin + i, value, fractions.get(),
+                                       row_of<int8_t>(quantized, t.first + begin + i));
     }
   }
 }
@@ -65,13 +66,13 @@ int64_t count_saturated(const float* row, const float* inverse, int64_t width) {
   return count;
 }
 
-void quant_static(const Tile& t, const RowView& codes, const float* inverse, int64_t* saturated) {
+void quant_static(const Tile& t, const RowView& quantized, const float* inverse, int64_t* saturated) {
   int64_t count = 0;
   TileFractions fractions(t);
   for (int r = 0; r < t.rows; ++r) {
     const float* row = t.row(r);
     const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c); };
-    store_row_codes<Clamp::both>(t, r, value, fractions.get(), row_of<int8_t>(codes, t.first + r));
+    store_quantized_row<Clamp::both>(t, r, value, fractions.get(), row_of<int8_t>(quantized, t.first + r));
     if (saturated != nullptr) count += count_saturated(row, inverse, t.width);
   }
   if (count > 0) __atomic_fetch_add(saturated, count, __ATOMIC_RELAXED);
@@ -85,7 +86,7 @@ GNNC_INLINE Ints shifts_of(Floats tops) {
 }
 GNNC_INLINE Floats powers_of(Ints shifts) { return as_floats((shifts + 127) << 23); }
 
-void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, const float* inverse) {
+void quant_pow2(const Tile& t, const RowView& quantized, const RowView& shifts, const float* inverse) {
   alignas(64) float tops[kGroup], powers[kGroup];
   TileFractions fractions(t);
   for (int begin = 0; begin < t.rows; begin += kGroup) {
@@ -110,7 +111,8 @@ void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, cons
       const float* row = t.row(begin + i);
       const Floats power = splat(powers[i]);
       const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c) * power; };
-      store_row_codes<Clamp::both>(t, begin + i, value, fractions.get(), row_of<int8_t>(codes, t.first + begin + i));
+      store_quantized_row<Clamp::both>(t, begin + i, value, fractions.get(),
+                                       row_of<int8_t>(quantized, t.first + begin + i));
     }
   }
 }
@@ -141,10 +143,10 @@ void amax(const Tile& t, const RowView& out) {
 
 #ifdef __AVX512F__
 // Rows of up to four vectors are quantized directly after a chain without leaving the registers, four rows at a time.
-constexpr int kCodedRows = 4;
+constexpr int kQuantizedRows = 4;
 
 // Returns the largest lane of each row, as signed integers, repeated over the vector.
-GNNC_INLINE Floats largest_of_rows(const Floats (&rows)[kCodedRows]) {
+GNNC_INLINE Floats largest_of_rows(const Floats (&rows)[kQuantizedRows]) {
   const auto combine = [](__m512 a, __m512 b)
                            __attribute__((always_inline)) { return as_floats(larger(as_ints(a), as_ints(b))); };
   __m512 tops = fold_all(rows, combine);
@@ -154,9 +156,9 @@ GNNC_INLINE Floats largest_of_rows(const Floats (&rows)[kCodedRows]) {
 
 // Stores the quantized values of rows from `first` on, whose factors are the lanes of each quarter of `factors`.
 template <Clamp kClamp, int kVectors>
-GNNC_INLINE void store_block_codes(const Block<kCodedRows, kVectors>& block, Floats factors, Fractions* random,
-                                   int64_t first, int8_t* to, int64_t stride) {
-  each<kCodedRows>([&](auto r) __attribute__((always_inline)) {
+GNNC_INLINE void store_quantized_block(const Block<kQuantizedRows, kVectors>& block, Floats factors, Fractions* random,
+                                       int64_t first, int8_t* to, int64_t stride) {
+  each<kQuantizedRows>([&](auto r) __attribute__((always_inline)) {
     const Floats factor = _mm512_permute_ps(factors, 0x55 * r);
     Floats v[4] = {};
     each<kVectors>([&](auto i) __attribute__((always_inline)) { v[i] = block.x[r][i] * factor; });
@@ -164,19 +166,19 @@ GNNC_INLINE void store_block_codes(const Block<kCodedRows, kVectors>& block, Flo
       const uint16_t* bits = random->row(first + r);
       each<kVectors>([&](auto i) __attribute__((always_inline)) { v[i] = v[i] + fractions(bits + i * kLanes); });
     }
-    _mm512_storeu_si512(to + r * stride, pack_codes<kClamp>(v[0], v[1], v[2], v[3]));
+    _mm512_storeu_si512(to + r * stride, pack_int8<kClamp>(v[0], v[1], v[2], v[3]));
   });
 }
 
-// Applies quant_row or quant_pow2 to the rows r .. r + kCodedRows; the last vector has n valid lanes. Lanes past them
-// are 0, also where fractions are added: these are below 1.
+// Applies quant_row or quant_pow2 to the rows r .. r + kQuantizedRows; the last vector has n valid lanes. Lanes past
+// them are 0, also where fractions are added: these are below 1.
 template <int kVectors>
-GNNC_INLINE void quantize_block(Block<kCodedRows, kVectors>& block, const Tile& t, const RowInstruction& in, int64_t r,
-                                Tail n, Fractions* random) {
+GNNC_INLINE void quantize_block(Block<kQuantizedRows, kVectors>& block, const Tile& t, const RowInstruction& in,
+                                int64_t r, Tail n, Fractions* random) {
   const bool pow2 = in.op == RowOp::quant_pow2;
   if (pow2) block.columns(t.program.prepared + in.c, Whole{}, [](Floats x, Floats v) { return x * v; });
-  Floats rows[kCodedRows];
-  each<kCodedRows>([&](auto i) __attribute__((always_inline)) {
+  Floats rows[kQuantizedRows];
+  each<kQuantizedRows>([&](auto i) __attribute__((always_inline)) {
     Ints top{};
     each<kVectors>([&](auto v) __attribute__((always_inline)) {
       if (v + 1 == kVectors) block.x[i][v] = keep(block.x[i][v], n);
@@ -185,33 +187,33 @@ GNNC_INLINE void quantize_block(Block<kCodedRows, kVectors>& block, const Tile& 
     rows[i] = as_floats(top);
   });
   const Floats tops = largest_of_rows(rows);
-  const RowView &codes = t.program.outs[in.a], &scales = t.program.outs[in.b];
-  auto* to = row_of<int8_t>(codes, t.first + r);
+  const RowView &quantized = t.program.outs[in.a], &scales = t.program.outs[in.b];
+  auto* to = row_of<int8_t>(quantized, t.first + r);
   if (pow2) {
     const Ints shifts = shifts_of(tops);
     _mm_storeu_si32(static_cast<uint8_t*>(scales.data) + t.first + r, _mm512_cvtepi32_epi8((__m512i)shifts));
     if (random == nullptr) {
-      return store_block_codes<Clamp::both>(block, powers_of(shifts), random, t.first + r, to, codes.stride);
+      return store_quantized_block<Clamp::both>(block, powers_of(shifts), random, t.first + r, to, quantized.stride);
     }
-    store_block_codes<Clamp::floor>(block, powers_of(shifts), random, t.first + r, to, codes.stride);
+    store_quantized_block<Clamp::floor>(block, powers_of(shifts), random, t.first + r, to, quantized.stride);
   } else {
     const Floats scale = scale_of(tops);
     _mm_storeu_ps(static_cast<float*>(scales.data) + t.first + r, _mm512_castps512_ps128(scale));
     if (random == nullptr) {
-      return store_block_codes<Clamp::none>(block, inverse_of(scale), random, t.first + r, to, codes.stride);
+      return store_quantized_block<Clamp::none>(block, inverse_of(scale), random, t.first + r, to, quantized.stride);
     }
-    store_block_codes<Clamp::floor>(block, inverse_of(scale), random, t.first + r, to, codes.stride);
+    store_quantized_block<Clamp::floor>(block, inverse_of(scale), random, t.first + r, to, quantized.stride);
   }
 }
 
-// Applies the chain code[0 .. count) and the quantization `last` to whole groups of kCodedRows rows.
+// Applies the chain code[0 .. count) and the quantization `last` to whole groups of kQuantizedRows rows.
 template <int kVectors>
-__attribute__((noinline)) void chain_to_codes(const Tile& t, const RowInstruction* code, int64_t count,
-                                              const RowInstruction& last, bool again) {
+__attribute__((noinline)) void chain_to_quantized(const Tile& t, const RowInstruction* code, int64_t count,
+                                                  const RowInstruction& last, bool again) {
   const Tail n{static_cast<int>(t.width) - (kVectors - 1) * kLanes};
   TileFractions fractions(t);
-  for (int64_t r = 0; r < t.rows; r += kCodedRows) {
-    Block<kCodedRows, kVectors> block;
+  for (int64_t r = 0; r < t.rows; r += kQuantizedRows) {
+    Block<kQuantizedRows, kVectors> block;
     block.read(t.row(r), t.ld);
     for (int64_t i = 0; i < count; ++i) step(block, t, code[i], r, 0, n);
     if (again) block.write(t.row(r), t.ld);

@@ -1,8 +1,8 @@
-"""Whole models in 8 bits: CUDA kernels store the codes that the reference and the CPU kernels store.
+"""Whole models in 8 bits: CUDA kernels store the quantized values of the reference and the CPU kernels.
 
-Codes are read where they lie: behind each node that stores some, the program that is tested has one line
-more, which copies them. Its kernels, its memory and the order of its launches stay what they are. Backends
-differ in which narrow rows they leave FP32: here all do what CUDA does, so that they store the same tensors.
+A line behind each node of quantized values, added to the program under test, copies them. The program's
+kernels, memory and order of launches stay what they are. Backends differ in which narrow rows they leave
+FP32: here all do what CUDA does, so that they store the same tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,25 +29,25 @@ from gnnc.target import CUDA_NARROW_ROWS
 
 pytestmark = pytest.mark.cuda
 EQUAL = 0.999
-"""The part of a model's codes that is equal, by the definition of agreement; the others are off by one."""
+"""The part of a model's quantized values that is equal, by definition; the others are off by one."""
 Keep = Callable[[str, Tensor], None]
 WIDE = {
     "GCN": lambda: GCN(WIDTH, 64, 2, 47),
     "GraphSAGE": lambda: GraphSAGE(WIDTH, 64, 2, 47),
 }
-"""Models with rows that CUDA gathers as codes without examples."""
+"""Models with rows that CUDA gathers in int8 without examples."""
 
 
-def holds_codes(node: Node) -> bool:
-    """Whether a value is made of codes, or of the shifts that go with them."""
+def holds_quantized(node: Node) -> bool:
+    """Whether a node holds quantized values, or their shifts."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype in (*BYTE_DTYPES, torch.uint8)
 
 
 def stored_by(node: Node) -> Iterator[Node]:
-    """The node itself, or those that pick its results, where they are codes."""
+    """The node itself, or the nodes that pick its results, where they hold quantized values."""
     picked = node.users if isinstance(node.meta.get("val"), tuple | list) else ()
-    yield from (each for each in (node, *picked) if holds_codes(each))
+    yield from (each for each in (node, *picked) if holds_quantized(each))
 
 
 def looking(keep: Keep) -> Callable[[GraphModule, Emitter], list[Expr]]:
@@ -71,7 +71,7 @@ def looking(keep: Keep) -> Callable[[GraphModule, Emitter], list[Expr]]:
 
 @pytest.fixture
 def kept() -> dict[str, Tensor]:
-    """The codes of the last call, as rows, by the name of their node."""
+    """The quantized values of the last call, as rows, by the name of their node."""
     return {}
 
 
@@ -126,11 +126,13 @@ def assert_agree(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN", "GAT"])
-def test_codes_of_whole_models(name: str, static: bool, looked_at: None, kept: dict[str, Tensor]) -> None:
+def test_quantized_values_of_whole_models(
+    name: str, static: bool, looked_at: None, kept: dict[str, Tensor]
+) -> None:
     run(name, "cuda", static=static)
     got = dict(kept)
     assert len(got) >= 2 and all(
-        len(codes.unique()) > 64 for codes in got.values() if codes.dtype == torch.int8
+        len(values.unique()) > 64 for values in got.values() if values.dtype == torch.int8
     )
     for other in ("reference", "cpu"):
         kept.clear()
@@ -155,7 +157,9 @@ def test_floats_of_whole_models(name: str, looked_at: None, kept: dict[str, Tens
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", WIDE)
-def test_codes_by_scales_of_whole_tensors(name: str, looked_at: None, kept: dict[str, Tensor]) -> None:
+def test_quantized_values_by_scales_of_whole_tensors(
+    name: str, looked_at: None, kept: dict[str, Tensor]
+) -> None:
     run(name, "cuda", of_tensors=True)
     got = dict(kept)
     assert any(values.dtype == torch.uint8 for values in got.values())

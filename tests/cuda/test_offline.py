@@ -151,7 +151,7 @@ def test_the_benchmarks(case: str, precision: str) -> None:
 @pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gcn", "sage"])
-def test_rows_of_codes_bring_their_weight_where_there_is_room(name: str) -> None:
+def test_rows_of_quantized_values_bring_their_weight_where_there_is_room(name: str) -> None:
     """47 columns leave a byte of the last sixteen, 64 do not."""
     torch.manual_seed(0)
     x, edge_index = torch.randn(300, 64), torch.randint(300, (2, 2000))

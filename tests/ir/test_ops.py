@@ -41,16 +41,16 @@ def test_sums_of_some_messages_at_a_time_have_the_same_bits(
 ) -> None:
     rowptr = torch.tensor([0, 0, 3, 3, 40, 41, 60, 60, 64, 64])
     col, value = torch.randint(5, (64,), dtype=torch.int32), torch.randn(64)
-    x, codes = torch.randn(5, 2, 3), torch.randint(-127, 128, (5, 6), dtype=torch.int8)
+    x, quantized = torch.randn(5, 2, 3), torch.randint(-127, 128, (5, 6), dtype=torch.int8)
     scale, shift = torch.rand(5), torch.randint(8, (5,), dtype=torch.uint8)
 
     def results() -> list[torch.Tensor]:
         return [
             GNNC.spmm(rowptr, col, None, x, reduce, 9),
             GNNC.spmm(rowptr, col, value[:, None].expand(-1, 2), x, reduce, 9),
-            GNNC.qspmm(rowptr, col, value, codes, scale, None, reduce, 9),
-            GNNC.qspmm(rowptr, col, None, codes, None, shift, reduce, 9),
-            GNNC.qspmm(rowptr, col, None, codes, None, None, reduce, 9),
+            GNNC.qspmm(rowptr, col, value, quantized, scale, None, reduce, 9),
+            GNNC.qspmm(rowptr, col, None, quantized, None, shift, reduce, 9),
+            GNNC.qspmm(rowptr, col, None, quantized, None, None, reduce, 9),
         ]
 
     at_once = results()

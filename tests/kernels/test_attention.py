@@ -6,9 +6,9 @@ from kernel_graphs import (
     GRAPHS,
     STORE_F32,
     Graph,
-    codes,
     ops,
     random_graph,
+    random_int8,
     relative_error,
     same_at_any_thread_count,
     segment_sum,
@@ -32,7 +32,9 @@ class Case:
     ) -> None:
         self.g, self.kind, self.heads, self.head_width = g, kind, heads, head_width
         width = heads * head_width
-        self.x = codes(g.num_src, width) if dtype == torch.int8 else torch.randn(g.num_src, width).to(dtype)
+        self.x = (
+            random_int8(g.num_src, width) if dtype == torch.int8 else torch.randn(g.num_src, width).to(dtype)
+        )
         self.x_scale = torch.rand(g.num_src) + 0.1 if dtype == torch.int8 else None
         each = heads * 5 if kind == DOT else heads
         self.a_src = None if kind == EDGE else torch.randn(g.num_src, each)

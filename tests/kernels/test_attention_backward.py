@@ -84,8 +84,8 @@ def quantized(count: int, heads: int, width: int) -> tuple[Tensor, Tensor, Tenso
     values = torch.randn(count, heads, width) * torch.exp2(torch.randint(-4, 5, (count, 1, 1)).float())
     values[:1] = 0.0
     scale = torch.ops.gnnc.scale(values, "int8/row")
-    codes = torch.ops.gnnc.quantize(values, scale, "int8/row")
-    return codes, scale, codes.double() * scale.double()[:, None, None]
+    int8_values = torch.ops.gnnc.quantize(values, scale, "int8/row")
+    return int8_values, scale, int8_values.double() * scale.double()[:, None, None]
 
 
 QUANTIZED_SHAPES = [
@@ -112,9 +112,9 @@ def test_rows_are_read_in_eight_bits(name: str, heads: int, width: int, parts: s
     halves = (torch.randn(g.num_dst, heads), torch.randn(g.num_src, heads) * 3)
     rows, scales, exact = [], [], []
     for part, count in (("x", g.num_src), ("grad", g.num_dst)):
-        codes, scale, wide = quantized(count, heads, width)
+        int8_values, scale, wide = quantized(count, heads, width)
         is_quantized = part in parts.split()
-        values = codes if is_quantized else wide.float()
+        values = int8_values if is_quantized else wide.float()
         rows.append(values)
         scales.append(scale if is_quantized else None)
         exact.append(wide if is_quantized else values.double())
@@ -211,16 +211,16 @@ def test_sums_of_a_row_of_a_million_edges_for_three_heads() -> None:
 def test_refusals() -> None:
     g = GRAPHS["loops"]()
     a, x, flat, scale = torch.zeros(40, 1), torch.zeros(40, 3), torch.zeros(3), torch.ones(40)
-    ends, codes = (g.rowptr, g.col, a, a), padded_int8(x.to(torch.int8))
+    ends, int8_values = (g.rowptr, g.col, a, a), padded_int8(x.to(torch.int8))
 
     def rows(x: Tensor, grad: Tensor, *scales: Tensor | None, heads: int = 1) -> None:
         last = (0.2, 0.0, heads, a.clone(), torch.zeros(40, 4))
         ops().attention_backward_rows(*ends, x, grad, *scales, *last)
 
     with pytest.raises(RuntimeError, match="give scales of the rows of x if they are int8"):
-        rows(codes, x, None, None)
+        rows(int8_values, x, None, None)
     with pytest.raises(RuntimeError, match="give scales of the rows of grad if they are int8"):
-        rows(codes, x, scale, scale)
+        rows(int8_values, x, scale, scale)
     with pytest.raises(RuntimeError, match="2 heads do not divide"):
         rows(x, x, None, None, heads=2)
     with pytest.raises(RuntimeError, match="give att_dst and da_dst, or none"):

@@ -10,12 +10,12 @@ from row_programs import (
     WIDTHS,
     Program,
     bits,
-    codes,
     error,
     gemm,
     padded,
     padding,
     quantized,
+    random_int8,
     row_scale,
     store,
     strided,
@@ -36,7 +36,7 @@ def run(x: Tensor, w: Tensor, mode: int, scale: Tensor | None = None, is_kn: boo
 
 
 def integer_product(q: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-    """What int8 mode computes of codes: exact sums, then two FP32 multiplications in this order."""
+    """The product in int8 mode: exact sums, then two FP32 multiplications in this order."""
     w_scale = row_scale(w)
     sums = q.double() @ quantized(w, w_scale[:, None]).double().t()
     return sums.float() * scale[:, None] * w_scale
@@ -98,14 +98,14 @@ def mostly_zeros(depth: int) -> Tensor:
 
 @pytest.mark.parametrize("depth", [511, 512, 1433])
 @pytest.mark.parametrize("width", [7, 40, 64, 100])
-@pytest.mark.parametrize("kind", ["codes", "float32", "bfloat16", "one scale"])
+@pytest.mark.parametrize("kind", ["int8", "float32", "bfloat16", "one scale"])
 def test_int8_of_rows_that_are_mostly_zeros(depth: int, width: int, kind: str) -> None:
     x, w = mostly_zeros(depth), torch.randn(width, depth)
     x = x.bfloat16() if kind == "bfloat16" else x
     scale = torch.tensor([0.02]).expand(100) if kind == "one scale" else row_scale(x.float())
     q = quantized(x.float(), scale[:, None])
     assert q.dtype == torch.int8
-    if kind == "codes":
+    if kind == "int8":
         got = run(q, w, INT8, scale)
     else:
         got = run(x, w, INT8, scale[:1] if kind == "one scale" else None)
@@ -113,7 +113,7 @@ def test_int8_of_rows_that_are_mostly_zeros(depth: int, width: int, kind: str) -
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_row_among_rows_of_zeros_may_be_of_largest_codes(sign: int) -> None:
+def test_a_row_among_rows_of_zeros_may_be_of_largest_quantized_values(sign: int) -> None:
     q = torch.zeros(24, 133_120, dtype=torch.int8)
     q[20] = 127
     got = run(q, torch.full((3, 133_120), 127.0 * sign), INT8, torch.ones(24))
@@ -138,8 +138,8 @@ def test_what_a_row_of_zeros_holds_counts_as_in_any_row(value: float, scale: Ten
 
 @pytest.mark.parametrize("depth", WIDTHS)
 @pytest.mark.parametrize("single", [True, False])
-def test_int8_of_codes(depth: int, single: bool) -> None:
-    q, w = codes(77, depth), torch.randn(40, depth)
+def test_int8_of_quantized_values(depth: int, single: bool) -> None:
+    q, w = random_int8(77, depth), torch.randn(40, depth)
     q.as_strided((77, q.stride(0)), q.stride())[:, depth:] = 55  # what lies past the width must not count
     scale = torch.rand(1 if single else 77)
     assert torch.equal(run(q, w, INT8, scale), integer_product(q, scale.expand(77), w))
@@ -164,7 +164,7 @@ def test_deep_sums(depth: int) -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_largest_codes_are_exact(sign: int) -> None:
+def test_largest_quantized_values_are_exact(sign: int) -> None:
     depth = 133_144
     q = torch.full((2, (depth + 63) // 64 * 64), 127, dtype=torch.int8)[:, :depth]
     got = run(q, torch.full((1, depth), 127.0 * sign), INT8, torch.ones(1))

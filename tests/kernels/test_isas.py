@@ -22,10 +22,10 @@ SPARSE = (
     "test_softmax_sum.py",
 ) + ("../runtime/test_edge_body.py", "../runtime/test_edge_low_products.py")
 
-# Prints digests of codes, scales and sums that must not depend on the instruction set.
+# Prints digests of quantized values, scales and sums that must not depend on the instruction set.
 DIGESTS = """
 import hashlib, torch
-from row_programs import Program, bits, codes, gemm, padded, store
+from row_programs import Program, bits, gemm, padded, random_int8, store
 from gnnc.runtime.row_program.opcodes import Op
 torch.manual_seed(0)
 for rows, depth, width in [(1000, 128, 64), (77, 1433, 7), (50, 47, 602), (3, 8189, 100)]:

@@ -8,10 +8,10 @@ from row_programs import (
     WIDTHS,
     Program,
     bits,
-    codes,
     map_rows,
     padded,
     quantized,
+    random_int8,
     row_scale,
     store,
     strided,
@@ -23,7 +23,7 @@ from gnnc.runtime.row_program.opcodes import Op
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_shape_and_type(rows: int, width: int) -> None:
-    x, q, scale = torch.randn(rows, width), codes(rows, width), torch.rand(rows)
+    x, q, scale = torch.randn(rows, width), random_int8(rows, width), torch.rand(rows)
     for source, x_scale, want in (
         (x, None, x),
         (strided(x), None, x),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from kernel_graphs import STORE_F32, Graph, codes, ops, random_graph, threads
+from kernel_graphs import STORE_F32, Graph, ops, random_graph, random_int8, threads
 from row_programs import Program, gemm, map_rows, padded, store
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def agree(got: Tensor, want: Tensor) -> None:
 def rows(dtype: torch.dtype, width: int, bad: float) -> tuple[Tensor, Tensor | None, Tensor]:
     """x with one bad row, its scale, and the same as float64. Of int8 rows it is the scale that is bad."""
     if dtype == torch.int8:
-        q, scale = codes(60, width), torch.rand(60) + 0.1
+        q, scale = random_int8(60, width), torch.rand(60) + 0.1
         scale[7] = bad
         return q, scale, q.double() * scale.double()[:, None]
     x = torch.randn(60, width).to(dtype)

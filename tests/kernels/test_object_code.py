@@ -19,7 +19,7 @@ STACK = re.compile(r"%zmm\d+.*\(%r[sb]p|\(%r[sb]p.*%zmm\d+")
 GEMM_TILES = re.compile(r"gemm_(?:code|dot|float)_tile")
 GATHERS = re.compile(r"(?:integer_rows|sum_columns|sum_heads_of_8|extreme_bytes|extreme_floats|fixed_sum)<")
 INTERLEAVED = re.compile(r"integer_rows<")
-TILES = 12  # of 1 to 4 vectors, of codes, of pairs of bf16 values and of floats
+TILES = 12  # of 1 to 4 vectors, of quantized values, of pairs of bf16 values and of floats
 
 
 def counts(source: str, symbols: re.Pattern[str], instruction: re.Pattern[str]) -> dict[str, int]:

@@ -11,13 +11,13 @@ from row_programs import (
     WIDTHS,
     Program,
     bits,
-    codes,
     error,
     gemm,
     map_rows,
     padded,
     padding,
     quantized,
+    random_int8,
     row_scale,
     strided,
 )
@@ -152,7 +152,8 @@ def test_arithmetic(name: str, width: int, rows: int) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_matrices_are_read_in_eight_bits(name: str, width: int, rows: int) -> None:
     op, _, formula = ARITHMETIC[name]
-    x, values, scale, program = torch.randn(rows, width), codes(rows, width), row(rows, width), Program()
+    x, values = torch.randn(rows, width), random_int8(rows, width)
+    scale, program = row(rows, width), Program()
     got = apply(x, op, program.operand(values, scale), 0, program)
     want = formula(x.double(), values.double() * scale.double()[:, None])
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6 * 127)
@@ -208,8 +209,8 @@ def test_add_scaled(width: int, rows: int, has_factor: bool, make: Operand) -> N
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_add_codes(width: int) -> None:
-    x, q, scale, program = torch.randn(100, width), codes(100, width), torch.rand(100), Program()
+def test_add_quantized(width: int) -> None:
+    x, q, scale, program = torch.randn(100, width), random_int8(100, width), torch.rand(100), Program()
     got = apply(x, Op.ADD_QROW, program.operand(q), program.operand(scale), program)
     assert torch.equal(got, x + q.float() * scale[:, None])
 
@@ -373,8 +374,8 @@ def test_quant_pow2(width: int, per_column: bool) -> None:
     x[5] = 0
     base = torch.rand(width if per_column else 1) * 0.02 + 0.01
     q, shift, program = padded(1000, width), torch.full((1000,), 9, dtype=torch.uint8), Program()
-    codes_out, shift_out = program.out(q), program.out(shift)
-    map_rows(x, None, program.add(Op.QUANT_POW2, codes_out, shift_out, program.operand(base)))
+    values_out, shift_out = program.out(q), program.out(shift)
+    map_rows(x, None, program.add(Op.QUANT_POW2, values_out, shift_out, program.operand(base)))
     top = (x * (1 / base)).abs().amax(1)
     want = (top[:, None] * 2.0 ** torch.arange(1, 8) <= 127).sum(1)
     assert torch.equal(shift.long(), want)

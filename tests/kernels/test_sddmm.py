@@ -6,10 +6,10 @@ from kernel_graphs import (
     GRAPHS,
     WIDTHS,
     Graph,
-    codes,
     ops,
     padded_int8,
     random_graph,
+    random_int8,
     relative_error,
     same_at_any_thread_count,
 )
@@ -36,7 +36,7 @@ def run(
 
 
 def rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
-    return codes(count, width) if dtype == torch.int8 else torch.randn(count, width).to(dtype)
+    return random_int8(count, width) if dtype == torch.int8 else torch.randn(count, width).to(dtype)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -75,13 +75,13 @@ def test_heads(heads: int, dtype: torch.dtype) -> None:
 
 def test_scales_are_two_multiplies() -> None:
     g = random_graph(90, 80, 2000)
-    a, b, a_scale, b_scale = codes(80, 47), codes(90, 47), torch.rand(80), torch.rand(90)
+    a, b, a_scale, b_scale = random_int8(80, 47), random_int8(90, 47), torch.rand(80), torch.rand(90)
     exact = (a.long()[g.dst()] * b.long()[g.col.long()]).sum(1).float()
     want = exact * a_scale[g.dst()] * b_scale[g.col.long()]
     assert torch.equal(run(g, a, b, a_scale=a_scale, b_scale=b_scale)[:, 0], want)
 
 
-def test_widest_codes_do_not_overflow() -> None:
+def test_widest_quantized_values_do_not_overflow() -> None:
     g = random_graph(2, 2, 5)
     q = padded_int8(torch.full((2, 65536), 127, dtype=torch.int8))
     assert (run(g, q, q) == float(127 * 127 * 65536)).all()

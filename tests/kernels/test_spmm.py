@@ -6,10 +6,10 @@ from kernel_graphs import (
     GRAPHS,
     WIDTHS,
     Graph,
-    codes,
     ops,
     padded_int8,
     random_graph,
+    random_int8,
     relative_error,
     segment_sum,
     spmm,
@@ -35,7 +35,7 @@ def gathered(g: Graph, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("weight", ["none", "shift", "value"])
 def test_integer_sums_are_exact(graph: Graph, width: int, weight: str) -> None:
-    q = codes(graph.num_src, width)
+    q = random_int8(graph.num_src, width)
     messages = gathered(graph, q.long())
     if weight == "shift":
         shift = torch.randint(8, (graph.num_src,), dtype=torch.uint8)
@@ -67,7 +67,7 @@ def test_hub_is_exact(num_edges: int, sign: int) -> None:
 
 def test_hub_of_any_values_is_exact() -> None:
     g = star(200_001)
-    q, value = codes(g.num_src, 100), torch.randint(-127, 128, (200_001,), dtype=torch.int8)
+    q, value = random_int8(g.num_src, 100), torch.randint(-127, 128, (200_001,), dtype=torch.int8)
     want = segment_sum(g, gathered(g, q.long()) * value.long()[:, None])
     assert torch.equal(spmm(g, q, value), want.float())
 
@@ -79,7 +79,11 @@ def test_float_sums(graph: Graph, width: int, dtype: torch.dtype, weighted: str)
     value = None if weighted == "no" else torch.randn(graph.num_edges)
     if value is not None and weighted == "positive":
         value = value.abs()
-    x = codes(graph.num_src, width) if dtype == torch.int8 else torch.randn(graph.num_src, width).to(dtype)
+    x = (
+        random_int8(graph.num_src, width)
+        if dtype == torch.int8
+        else torch.randn(graph.num_src, width).to(dtype)
+    )
     x_scale = torch.rand(graph.num_src) if dtype == torch.int8 else None
     messages = gathered(graph, x.double())
     if value is not None:
@@ -96,7 +100,7 @@ def test_float_sums(graph: Graph, width: int, dtype: torch.dtype, weighted: str)
 def test_heads(heads: int, head_width: int, dtype: torch.dtype) -> None:
     g = random_graph(90, 80, 2000)
     width = heads * head_width
-    x = codes(90, width) if dtype == torch.int8 else torch.randn(90, width).to(dtype)
+    x = random_int8(90, width) if dtype == torch.int8 else torch.randn(90, width).to(dtype)
     x_scale = torch.rand(90) if dtype == torch.int8 else None
     value = torch.randn(g.num_edges, heads)
     messages = gathered(g, x.double()).view(-1, heads, head_width) * value.double()[:, :, None]
@@ -108,7 +112,7 @@ def test_heads(heads: int, head_width: int, dtype: torch.dtype) -> None:
 
 def test_float_values_of_shifted_rows() -> None:
     g = random_graph(90, 80, 2000)
-    q, value = codes(90, 47), torch.randn(2000)
+    q, value = random_int8(90, 47), torch.randn(2000)
     shift = torch.randint(8, (90,), dtype=torch.uint8)
     scale = value.double() * (128 >> gathered(g, shift.long()))
     got = spmm(g, q, value, shift=shift)
@@ -120,7 +124,11 @@ def test_float_values_of_shifted_rows() -> None:
 @pytest.mark.parametrize("reduce", [MAX, MIN])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_extremes(graph: Graph, width: int, dtype: torch.dtype, reduce: int, weighted: bool) -> None:
-    x = codes(graph.num_src, width) if dtype == torch.int8 else torch.randn(graph.num_src, width).to(dtype)
+    x = (
+        random_int8(graph.num_src, width)
+        if dtype == torch.int8
+        else torch.randn(graph.num_src, width).to(dtype)
+    )
     value = torch.randn(graph.num_edges) if weighted else None
     messages = gathered(graph, x.float())
     if value is not None:
@@ -133,7 +141,7 @@ def test_extremes(graph: Graph, width: int, dtype: torch.dtype, reduce: int, wei
 
 @pytest.mark.parametrize("num_edges", [512, 513, 5000])
 def test_extremes_of_a_hub(num_edges: int) -> None:
-    g, x = star(num_edges), codes(50, 70)
+    g, x = star(num_edges), random_int8(50, 70)
     assert torch.equal(spmm(g, x, reduce=MAX)[2], gathered(g, x).amax(0).float())
     assert torch.equal(spmm(g, x, reduce=MIN)[2], gathered(g, x).amin(0).float())
 
@@ -149,7 +157,7 @@ def test_extremes_keep_nan(reduce: int) -> None:
 
 @pytest.mark.parametrize("width", [7, 64])
 def test_mean(graph: Graph, width: int) -> None:
-    q = codes(graph.num_src, width)
+    q = random_int8(graph.num_src, width)
     count = graph.rowptr.diff().clamp(min=1).float()[:, None]
     assert torch.equal(
         spmm(graph, q, reduce=MEAN), segment_sum(graph, gathered(graph, q.long())).float() / count
@@ -163,13 +171,13 @@ def test_mean(graph: Graph, width: int) -> None:
 @pytest.mark.parametrize("reduce", [SUM, MEAN, MAX])
 def test_rows_in_order(dtype: torch.dtype, reduce: int) -> None:
     g = star(1500)._replace(col=torch.arange(1500, dtype=torch.int32), num_src=1500)
-    x = codes(1500, 47) if dtype == torch.int8 else torch.randn(1500, 47).to(dtype)
+    x = random_int8(1500, 47) if dtype == torch.int8 else torch.randn(1500, 47).to(dtype)
     assert torch.equal(spmm(g, x, reduce=reduce, col=False), spmm(g, x, reduce=reduce))
 
 
 def test_rows_in_order_take_scales_and_shifts() -> None:
     g = star(1500)._replace(col=torch.arange(1500, dtype=torch.int32), num_src=1500)
-    q, scale = codes(1500, 47), torch.rand(1500)
+    q, scale = random_int8(1500, 47), torch.rand(1500)
     shift = torch.randint(8, (1500,), dtype=torch.uint8)
     assert torch.equal(spmm(g, q, x_scale=scale, col=False), spmm(g, q, x_scale=scale))
     assert torch.equal(spmm(g, q, shift=shift, col=False), spmm(g, q, shift=shift))
@@ -183,7 +191,7 @@ def test_rows_apart() -> None:
 
 def test_refusals() -> None:
     g = random_graph(9, 8, 20)
-    q, x = codes(9, 16), torch.randn(9, 16)
+    q, x = random_int8(9, 16), torch.randn(9, 16)
     with pytest.raises(RuntimeError, match="belong to an int8 x"):
         spmm(g, x, x_scale=torch.ones(9))
     with pytest.raises(RuntimeError, match="not both"):

@@ -28,7 +28,7 @@ def two_readers(first, second):
     return b.finish(first(b), second(b))
 
 
-def test_two_linears_share_the_codes_of_their_input():
+def test_two_linears_share_the_quantized_values_of_their_input():
     gm, ctx = cached(MODELS["sage"]())
     before, _ = run_all(MODELS["sage"](), BEFORE)
     assert count(before, "quantize") - count(gm, "quantize") == 2
@@ -40,12 +40,12 @@ def test_two_linears_share_the_codes_of_their_input():
     ]
 
 
-def test_a_gemm_and_an_aggregation_share_codes():
+def test_a_gemm_and_an_aggregation_share_quantized_values():
     gm, _ = cached(two_readers(lambda b: b.linear(b.x, 24), lambda b: b.spmm(b.x)))
     assert (count(gm, "scale"), count(gm, "quantize")) == (2, 2)  # of x and of the weight
 
 
-def test_codes_under_different_scales_stay_apart():
+def test_quantized_values_under_different_scales_stay_apart():
     graph = lambda: two_readers(lambda b: b.linear(b.x, 24), lambda b: b.spmm(b.x))  # noqa: E731
     gm, ctx = cached(graph(), examples=arguments(graph()))
     assert count(gm, "quantize") == 3  # x by row for the GEMM, x by its static scale, the weight

@@ -145,9 +145,9 @@ def test_a_batch_vector_counts_nodes() -> None:
 def test_shared_quantize_says_how_often_it_is_used() -> None:
     b = Builder()
     x, weight = b.input("x", (b.size("n", 5), 4)), b.parameter("w", 3, 4)
-    codes = b.call(gnnc.quantize, x, b.call(gnnc.scale, x, "int8/row"), "int8/row")
-    weight_codes = b.call(gnnc.quantize, weight, b.call(gnnc.scale, weight, "int8/row"), "int8/row")
-    first = b.call(gnnc.qgemm, codes, weight_codes)
-    gm = b.finish(first, b.call(gnnc.qgemm, codes, weight_codes))
+    quantized = b.call(gnnc.quantize, x, b.call(gnnc.scale, x, "int8/row"), "int8/row")
+    weight_quantized = b.call(gnnc.quantize, weight, b.call(gnnc.scale, weight, "int8/row"), "int8/row")
+    first = b.call(gnnc.qgemm, quantized, weight_quantized)
+    gm = b.finish(first, b.call(gnnc.qgemm, quantized, weight_quantized))
     (line,) = [line for line in format_graph(gm).splitlines() if "x_q = " in line]
     assert line.endswith("used 2 times")

@@ -144,7 +144,7 @@ def test_a_fused_kernel_moves_what_crosses_its_border() -> None:
     gemm, spmm = summary_rows(gm, values=hand_graphs.values(gm))
     assert gemm.bytes == 4 * (5 * 16 + 8 * 16 + 1) + 5 * 8 + 5
     operands = 6 * 8 + 12 * 4 + 5 * 8 + 5 + 4 + 8 * 4
-    gathered = 12 * 8 + 12 - 5 * 8 - 5  # 12 rows of codes and shifts, beyond one reading of the 5
+    gathered = 12 * 8 + 12 - 5 * 8 - 5  # 12 rows of quantized values and shifts, beyond one reading of the 5
     assert spmm.bytes == operands + gathered + 5 * 8 * 4
 
 

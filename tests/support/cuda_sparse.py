@@ -106,7 +106,7 @@ struct StoreBytes {  // what a requantizing epilogue with a static scale writes
   template <class Tile>
   __device__ void operator()(const Tile& tile, int64_t row) const {
     const auto scaled = [&](int i) { return __fmul_rn(tile.v[i], 0.01f); };
-    gnnc::step::store_codes<kStride>(tile, out + row * kStride, scaled);
+    gnnc::step::store_quantized<kStride>(tile, out + row * kStride, scaled);
   }
 };
 """
@@ -180,7 +180,7 @@ def rows16(x: Tensor) -> Tensor:
 
 
 def weighted16(x: Tensor, shift: Tensor) -> Tensor:
-    """Return codes as ``rows16`` does, each row with its weight: ``gnnc::weight_place``."""
+    """Return quantized values as ``rows16`` does, each row with its weight: ``gnnc::weight_place``."""
     rows = rows16(x)
     whole = rows.as_strided((x.shape[0], rows.stride(0)), (rows.stride(0), 1))
     weight = (128 >> shift.int()).to(torch.uint8).view(torch.int8)

@@ -80,13 +80,13 @@ class Draw:
     def positive(self, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self.generator) + 0.01
 
-    def codes(self, rows: int, width: int) -> Tensor:
+    def quantized(self, rows: int, width: int) -> Tensor:
         q = padded(rows, width, self.one((0, 99, -128)))  # what lies past the width must not count
         return q.copy_(self.ints(-127, 128, rows, width))
 
     def rows(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         if dtype == torch.int8:
-            return self.codes(rows, width)
+            return self.quantized(rows, width)
         x = self.floats(rows, width).to(dtype)
         if not self.maybe(0.2):
             return x
@@ -226,7 +226,7 @@ def _abs(t: Tensor | None) -> Tensor | None:
 
 def qspmm_exact(d: Draw) -> None:
     g, width, reduce = d.graph(), d.one(WIDTHS), d.one(REDUCTIONS)
-    q, value, shift = d.codes(g.num_src, width), None, None
+    q, value, shift = d.quantized(g.num_src, width), None, None
     if d.maybe(0.3) and reduce in ("sum", "mean"):
         value = d.ints(-127, 128, g.num_edges).to(torch.int8)
     elif d.maybe():
@@ -242,7 +242,7 @@ def qspmm_exact(d: Draw) -> None:
 def qspmm_scaled(d: Draw) -> None:
     g, reduce = d.graph(), d.one(REDUCTIONS)
     heads, head_width = (1, d.one(WIDTHS)) if d.maybe() else (d.one(HEADS), d.one(HEAD_WIDTHS))
-    q, scale = d.codes(g.num_src, heads * head_width), d.positive(g.num_src)
+    q, scale = d.quantized(g.num_src, heads * head_width), d.positive(g.num_src)
     value = None
     if heads > 1 or d.maybe():
         value = d.positive(g.num_edges, heads) if d.maybe() else d.floats(g.num_edges, heads)
@@ -440,7 +440,7 @@ def gemm_int8(d: Draw) -> None:
     w = d.rows(width, depth, torch.float32)
     w_scale = gnnc.scale(w, "int8/row")
     if given:
-        x, scale = d.codes(rows, depth), d.positive(1 if d.maybe() else rows)
+        x, scale = d.quantized(rows, depth), d.positive(1 if d.maybe() else rows)
         q, x_scale = x, scale.expand(rows)
     else:
         x, scale = d.rows(rows, depth, dtype), None

@@ -160,17 +160,17 @@ def quantized_layer() -> GraphModule:
     h = _int8_gemm(b, x, weight)
     b.layer = "conv1"
     shift = b.call(gnnc.row_shift, h, base, "int8/row_pow2")
-    codes = b.call(gnnc.quantize, h, base, "int8/row_pow2", shift)
-    acc = b.call(gnnc.qspmm, rowptr, col, None, codes, None, shift, "sum", nodes)
+    quantized = b.call(gnnc.quantize, h, base, "int8/row_pow2", shift)
+    acc = b.call(gnnc.qspmm, rowptr, col, None, quantized, None, shift, "sum", nodes)
     y = b.call(gnnc.dequantize, acc, base, "tensor", -7)
     return b.finish(b.call(aten.relu.default, b.call(aten.add.Tensor, y, bias)))
 
 
 def _int8_gemm(b: Builder, x: Node, weight: Node) -> Node:
     x_scale, w_scale = b.call(gnnc.scale, x, "int8/row"), b.call(gnnc.scale, weight, "int8/row")
-    x_codes = b.call(gnnc.quantize, x, x_scale, "int8/row")
-    w_codes = b.call(gnnc.quantize, weight, w_scale, "int8/row")
-    acc = b.call(gnnc.qgemm, x_codes, w_codes)
+    x_quantized = b.call(gnnc.quantize, x, x_scale, "int8/row")
+    w_quantized = b.call(gnnc.quantize, weight, w_scale, "int8/row")
+    acc = b.call(gnnc.qgemm, x_quantized, w_quantized)
     return b.call(gnnc.dequantize, b.call(gnnc.dequantize, acc, x_scale, "row"), w_scale, "column")
 
 
@@ -182,10 +182,10 @@ def fused_layer() -> GraphModule:
     nodes = b.call(aten.sym_size.int, x, 0)
     b.layer = "conv1.lin"
     first = b.fused("fused_0", "gemm", _fused_gemm(b, x, weight, base), x, weight, base)
-    codes, shift = b.parts(first)
+    quantized, shift = b.parts(first)
     b.layer = "conv1"
-    inner = _fused_spmm(b, rowptr, col, codes, shift, nodes, base, bias)
-    y = b.fused("fused_1", "spmm", inner, rowptr, col, codes, shift, nodes, base, bias)
+    inner = _fused_spmm(b, rowptr, col, quantized, shift, nodes, base, bias)
+    y = b.fused("fused_1", "spmm", inner, rowptr, col, quantized, shift, nodes, base, bias)
     return b.finish(y)
 
 
@@ -199,8 +199,8 @@ def _fused_gemm(outer: Builder, *args: Node) -> GraphModule:
 
 def _fused_spmm(outer: Builder, *args: Node) -> GraphModule:
     b = Builder(outer)
-    rowptr, col, codes, shift, nodes, base, bias = (b.like(node) for node in args)
-    acc = b.call(gnnc.qspmm, rowptr, col, None, codes, None, shift, "sum", nodes)
+    rowptr, col, quantized, shift, nodes, base, bias = (b.like(node) for node in args)
+    acc = b.call(gnnc.qspmm, rowptr, col, None, quantized, None, shift, "sum", nodes)
     y = b.call(gnnc.dequantize, acc, base, "tensor", -7)
     return b.finish_single(b.call(aten.relu.default, b.call(aten.add.Tensor, y, bias)))
 

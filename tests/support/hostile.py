@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from edge_bodies import arguments, arguments_of
-from kernel_graphs import STORE_F32, Graph, codes, random_graph
+from kernel_graphs import STORE_F32, Graph, random_graph, random_int8
 from torch import Tensor
 
 from gnnc.errors import GnncError
@@ -35,7 +35,7 @@ Spoil = Callable[[Tensor], Tensor]
 def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
     """Return good calls of each op of ``torch.ops.gnnc_cpu``, in new memory; x has ``width`` columns."""
     g = random_graph(ROWS, ROWS, EDGES)
-    x, q, scale = torch.randn(ROWS, width), codes(ROWS, width), torch.rand(ROWS)
+    x, q, scale = torch.randn(ROWS, width), random_int8(ROWS, width), torch.rand(ROWS)
     ends = (torch.randn(ROWS, 1), torch.randn(ROWS, 1))
 
     def program(rows: int = ROWS, columns: int = width) -> tuple[Any, ...]:
@@ -208,9 +208,10 @@ def _long_program(width: int) -> tuple[Any, ...]:
         torch.rand(width),
     ]
     operands += [torch.randn(width), torch.rand(width), torch.randn(width), torch.randn(width)]
-    operands += [codes(ROWS, width), torch.rand(ROWS)]
-    outs = [torch.zeros(ROWS, width), codes(ROWS, width), torch.zeros(ROWS), codes(ROWS, width)]
-    outs += [torch.zeros(1).long(), codes(ROWS, width), torch.zeros(ROWS, dtype=torch.uint8), torch.zeros(1)]
+    operands += [random_int8(ROWS, width), torch.rand(ROWS)]
+    outs = [torch.zeros(ROWS, width), random_int8(ROWS, width), torch.zeros(ROWS), random_int8(ROWS, width)]
+    outs += [torch.zeros(1).long(), random_int8(ROWS, width)]
+    outs += [torch.zeros(ROWS, dtype=torch.uint8), torch.zeros(1)]
     outs += [torch.zeros(ROWS, 1), torch.zeros(ROWS, width, dtype=torch.bfloat16)]
     code = [
         (Op.MUL_ROW, 0, 0, 0), (Op.ADD_COL, 1, 0, 0), (Op.ADD_FULL, 2, 0, 0), (Op.MUL_TENSOR, 3, 0, 0),

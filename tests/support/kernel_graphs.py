@@ -65,7 +65,7 @@ def padded_int8(q: Tensor) -> Tensor:
     return view.copy_(q)
 
 
-def codes(rows: int, width: int) -> Tensor:
+def random_int8(rows: int, width: int) -> Tensor:
     return padded_int8(torch.randint(-127, 128, (rows, width), dtype=torch.int8))
 
 

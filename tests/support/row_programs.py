@@ -81,7 +81,7 @@ def padding(q: Tensor) -> Tensor:
     return whole[:, width:]
 
 
-def codes(rows: int, width: int) -> Tensor:
+def random_int8(rows: int, width: int) -> Tensor:
     q = padded(rows, width, 0)
     return q.copy_(torch.randint(-127, 128, (rows, width)))
 

@@ -627,10 +627,12 @@ __device__ inline float inverse_of(float scale) { return scale > 0.0f ? __fdiv_r
 // Returns the bits of x + 1.5 * 2^23, whose low bits are x rounded to the nearest integer, half to even, because a
 // float of this size has no fraction bits. Conversion instructions run at a quarter of the rate.
 __device__ inline uint32_t rounded(float x) { return __float_as_uint(__fadd_rn(x, 12582912.0f)); }
-__device__ inline int8_t code_of(float x) { return static_cast<int8_t>(rounded(fminf(fmaxf(x, -127.0f), 127.0f))); }
+__device__ inline int8_t quantized_of(float x) {
+  return static_cast<int8_t>(rounded(fminf(fmaxf(x, -127.0f), 127.0f)));
+}
 
 // Returns zeros for the bytes past the width of a quantized row.
-struct NoCode {
+struct Zeros {
   __device__ int8_t operator()(int) const { return 0; }
 };
 
@@ -642,7 +644,7 @@ struct Nearest {
   }
   template <bool kWithin>
   __device__ static int8_t code(float x, int, int) {
-    return kWithin ? static_cast<int8_t>(rounded(x)) : code_of(x);
+    return kWithin ? static_cast<int8_t>(rounded(x)) : quantized_of(x);
   }
 };
 
@@ -658,30 +660,30 @@ struct Stochastic {
   }
   template <bool kWithin, class F>
   __device__ static int8_t code(float x, const F& fractions, int k) {
-    return code_of(floorf(__fadd_rn(x, fractions(k))));
+    return quantized_of(floorf(__fadd_rn(x, fractions(k))));
   }
 };
 
 // Stores the quantized values of a row; rows are kPadded (a multiple of 4) bytes apart. kWithin: the scaled values lie
 // within +-127 and need no clamp; past: returns the bytes past the width.
-template <int kPadded, bool kWithin = false, class Tile, class F, class Past = NoCode, class Rounding = Nearest>
-__device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, const Past& past = {},
-                            const Rounding& rounding = {}) {
+template <int kPadded, bool kWithin = false, class Tile, class F, class Past = Zeros, class Rounding = Nearest>
+__device__ void store_quantized(const Tile& tile, int8_t* row, const F& scaled, const Past& past = {},
+                                const Rounding& rounding = {}) {
   constexpr int kCount = at_once<Tile, int8_t>(kPadded);
   static_assert(kCount >= 4, "rows of quantized values are padded to a multiple of 4");
 #pragma unroll
   for (int i = 0; i < Tile::kPer; i += kCount) {
     const int column = tile.column(i);
     if (column >= kPadded) continue;
-    Vector<int8_t, kCount> codes;
+    Vector<int8_t, kCount> quantized;
     const auto fractions = rounding.template at<kCount>(Tile::kWidth, column);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       const float x = tile.valid(i + k) ? scaled(i + k) : 0.0f;
       const int8_t code = Rounding::template code<kWithin>(x, fractions, k);
-      codes.v[k] = tile.valid(i + k) ? code : past(column + k);
+      quantized.v[k] = tile.valid(i + k) ? code : past(column + k);
     }
-    *reinterpret_cast<Vector<int8_t, kCount>*>(row + column) = codes;
+    *reinterpret_cast<Vector<int8_t, kCount>*>(row + column) = quantized;
   }
   // Padding past the last block of columns of the tile.
   if constexpr (Tile::kHeld < kPadded) {
@@ -692,7 +694,7 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, cons
   }
 }
 
-// Stores the 8-bit floats of a row, like store_codes.
+// Stores the 8-bit floats of a row, like store_quantized.
 template <int kPadded, class Tile, class T, class F>
 __device__ void store_floats(const Tile& tile, T* row, const F& scaled) {
   constexpr int kCount = at_once<Tile, T>(kPadded);
@@ -728,7 +730,7 @@ __device__ float quant_row(const Tile& tile, int8_t* row, float* scale_out, cons
   const float scale = scale_of(max_abs(tile));
   const float inverse = inverse_of(scale);
   if (tile.lane == 0) *scale_out = scale;
-  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); }, NoCode{}, rounding);
+  store_quantized<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); }, Zeros{}, rounding);
   return scale;
 }
 
@@ -758,10 +760,10 @@ template <int kPadded, bool kColumns, class Tile, class Rounding = Nearest>
 __device__ void quant_static(const Tile& tile, int8_t* row, const float* base, const Rounding& rounding = {}) {
   if constexpr (kColumns) {
     const auto scaled = [&](int i) { return __fmul_rn(tile.v[i], inverse_at<true>(tile, base, i)); };
-    store_codes<kPadded>(tile, row, scaled, NoCode{}, rounding);
+    store_quantized<kPadded>(tile, row, scaled, Zeros{}, rounding);
   } else {
     const float inverse = inverse_of(__ldg(base));
-    store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); }, NoCode{}, rounding);
+    store_quantized<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); }, Zeros{}, rounding);
   }
 }
 
@@ -788,7 +790,7 @@ __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, co
   const auto weight = [=](int column) {
     return static_cast<int8_t>(column == weight_place(Tile::kWidth) ? 128u >> shift : 0u);
   };
-  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); }, weight, rounding);
+  store_quantized<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); }, weight, rounding);
 }
 
 // Computes out[h], the dot product of the h-th of kHeads equal parts of the row with the same part of `columns`.

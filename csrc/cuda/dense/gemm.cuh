@@ -97,7 +97,7 @@ struct Part {
 
 // The size of one operand element.
 template <Product kProduct>
-struct Codes {
+struct OperandSize {
   static constexpr int kBytes = is_quantized(kProduct) ? 1 : 2;
 };
 
@@ -128,7 +128,7 @@ struct Order {
 // Sizes of a gemm kernel: tiles by warp, and the layout of its shared memory.
 template <class Config>
 struct Gemm {
-  static constexpr int kBytes = Codes<Config::kProduct>::kBytes;
+  static constexpr int kBytes = OperandSize<Config::kProduct>::kBytes;
   using K = Inner<Config::kInner, kBytes>;
   static constexpr int kChunk = Config::kChunk < K::kPlaces ? Config::kChunk : K::kPlaces;
   static constexpr int kChunks = divide_up(K::kPlaces, kChunk);
@@ -184,7 +184,7 @@ __device__ inline uint32_t two_halves(float a, float b, Product product) {
 
 // Returns the quantized values of four columns as bytes; the largest |value| of the row is that of T / inverse.
 template <class T>
-__device__ inline uint32_t four_codes(float4 v, float inverse) {
+__device__ inline uint32_t four_quantized(float4 v, float inverse) {
   const auto scaled = [=](float x) { return __fmul_rn(x, inverse); };
   uint32_t low, high;
   if constexpr (Quantized<T>::kIsInteger) {
@@ -275,7 +275,7 @@ struct Load {
         const float4 x = v[r][i];
         char* to = row + (run * 128 + lane * 4) * G::kBytes;
         if constexpr (kQuantizes) {
-          *reinterpret_cast<uint32_t*>(to) = four_codes<T>(x, inverse);
+          *reinterpret_cast<uint32_t*>(to) = four_quantized<T>(x, inverse);
         } else {
           *reinterpret_cast<uint2*>(to) =
               make_uint2(two_halves(x.x, x.y, Config::kProduct), two_halves(x.z, x.w, Config::kProduct));
@@ -672,7 +672,7 @@ template <class Config>
 struct Pack {
   static constexpr bool kQuantizes = is_quantized(Config::kProduct);
   using T = typename QuantizedTypes<Config::kProduct>::Weight;
-  using K = Inner<Config::kInner, Codes<Config::kProduct>::kBytes>;
+  using K = Inner<Config::kInner, OperandSize<Config::kProduct>::kBytes>;
   using O = Order<K::kPlaces, Config::kTogether>;
   static constexpr int kThreads = Config::kWarps * 32;
   static constexpr int kTurns = divide_up(K::kPlaces / 4, kThreads);
@@ -699,7 +699,7 @@ struct Pack {
       return reinterpret_cast<uint32_t*>(pair)[step % 2 * 2 + half];
     };
     if constexpr (kQuantizes) {
-      word(four) = four_codes<T>(v, inverse);
+      word(four) = four_quantized<T>(v, inverse);
     } else {
       word(four * 2) = two_halves(v.x, v.y, Config::kProduct);
       word(four * 2 + 1) = two_halves(v.z, v.w, Config::kProduct);

@@ -100,7 +100,7 @@ __device__ __forceinline__ float logit_part_if(bool there, const void* parts, in
 
 // This thread's columns of an int8 row that the edges share, for dot products with int8 rows.
 template <int kWidth>
-struct OwnCodes {
+struct OwnQuantized {
   uint32_t word[4];
 
   __device__ __forceinline__ void load(const char* row, int first) {
@@ -132,8 +132,8 @@ struct AttentionEnds : HeadThreads<RowLayout<kGathered, Config::kWidth>, Config:
   using Threads = HeadThreads<Layout, kHeads>;
   static constexpr int kColumns = Layout::kColumns, kShare = Threads::kShare, kOwn = Threads::kOwn;
 
-  static constexpr bool kCodes = kGathered == Element::i8 && kOwnElement == Element::i8;
-  using Row = typename Select<kCodes, OwnCodes<kWidth>, OwnColumns<kOwnElement, kWidth, kColumns>>::Type;
+  static constexpr bool kBothQuantized = kGathered == Element::i8 && kOwnElement == Element::i8;
+  using Row = typename Select<kBothQuantized, OwnQuantized<kWidth>, OwnColumns<kOwnElement, kWidth, kColumns>>::Type;
 
   Row row;      // this thread's piece of the row that the edges share; 0 past its width
   float scale;  // of that row

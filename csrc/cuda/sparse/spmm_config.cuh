@@ -47,14 +47,14 @@ __host__ __device__ constexpr bool is_extreme_of_pairs(Element element, Reduce r
   return narrow && reduce >= Reduce::max && weight == Weight::none && heads == 1;
 }
 
-__host__ __device__ constexpr bool is_sum_of_codes(Element element, Reduce reduce) {
+__host__ __device__ constexpr bool is_sum_of_quantized(Element element, Reduce reduce) {
   return element == Element::i8 && reduce <= Reduce::mean;
 }
 
 // Returns the number of columns of a row of x from one head to the next. Padding between heads is only needed for int8
 // sums; where elements are converted to FP32, a piece may span several heads.
 __host__ __device__ constexpr int spmm_head_stride(Element element, int width, Reduce reduce, int heads) {
-  return is_sum_of_codes(element, reduce) ? head_stride(element, width, heads) : width / heads;
+  return is_sum_of_quantized(element, reduce) ? head_stride(element, width, heads) : width / heads;
 }
 
 __host__ __device__ constexpr Residency spmm_registers(Element element, int width, Reduce reduce, Value value,
@@ -79,7 +79,7 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
 // Returns spmm_registers for one weight per head; `gathered` is the number of columns of a row of x.
 __host__ __device__ constexpr Residency spmm_registers_by_head(Element element, int width, int gathered,
                                                                Reduce reduce) {
-  if (kArchitecture < 900 || !is_sum_of_codes(element, reduce) || !is_one_pass(element, gathered)) return {512, 4};
+  if (kArchitecture < 900 || !is_sum_of_quantized(element, reduce) || !is_one_pass(element, gathered)) return {512, 4};
   return {kArchitecture < 1000 && gathered == width ? 640 : 512, 8};
 }
 
@@ -120,7 +120,7 @@ struct Spmm {
   static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads;
   static constexpr bool kAdds = Config::kReduce == Reduce::sum || Config::kReduce == Reduce::mean;
   static constexpr Weight kWeight = weight_of(Config::kValue, Config::kScale);
-  static constexpr bool kBytes = is_sum_of_codes(kElement, Config::kReduce);
+  static constexpr bool kBytes = is_sum_of_quantized(kElement, Config::kReduce);
   static constexpr int kHeadWidth = kWidth / kHeads;
   static constexpr int kHeadStride = spmm_head_stride(kElement, kWidth, Config::kReduce, kHeads);
   static constexpr int kStride = kHeads * kHeadStride;  // columns of a row of x

@@ -76,23 +76,23 @@ GNNC_INLINE __m512i integers(__m512 v) {
 
 // Packs four vectors of scaled values to 64 quantized values.
 template <Clamp kClamp>
-GNNC_INLINE __m512i pack_codes(__m512 a, __m512 b, __m512 c, __m512 d) {
+GNNC_INLINE __m512i pack_int8(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512i low = _mm512_packs_epi32(integers<kClamp>(a), integers<kClamp>(b));
   const __m512i high = _mm512_packs_epi32(integers<kClamp>(c), integers<kClamp>(d));
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m512i codes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
-  return kClamp != Clamp::none ? _mm512_max_epi8(codes, _mm512_set1_epi8(-127)) : codes;
+  const __m512i quantized = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+  return kClamp != Clamp::none ? _mm512_max_epi8(quantized, _mm512_set1_epi8(-127)) : quantized;
 }
 
 // Computes out[c] = quantized value(c) xor flip, in blocks of 64, padded with quantized zeros past the width.
 template <Clamp kClamp, typename Value>
-GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
+GNNC_INLINE void store_quantized(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
   const __m512i mask = _mm512_set1_epi8(static_cast<char>(flip));
   int64_t c = 0;
   for (; c + 64 <= width; c += 64) {
-    const __m512i codes =
-        pack_codes<kClamp>(value(c, Whole{}), value(c + 16, Whole{}), value(c + 32, Whole{}), value(c + 48, Whole{}));
-    _mm512_storeu_si512(out + c, _mm512_xor_si512(codes, mask));
+    const __m512i quantized =
+        pack_int8<kClamp>(value(c, Whole{}), value(c + 16, Whole{}), value(c + 32, Whole{}), value(c + 48, Whole{}));
+    _mm512_storeu_si512(out + c, _mm512_xor_si512(quantized, mask));
   }
   if (c == width) return;
   Floats v[4] = {};
@@ -102,7 +102,7 @@ GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, in
       v[i] = keep(value(c + 16 * i, Tail{left < 16 ? static_cast<int>(left) : 16}),
                   Tail{left < 16 ? static_cast<int>(left) : 16});
   }
-  _mm512_storeu_si512(out + c, _mm512_xor_si512(pack_codes<kClamp>(v[0], v[1], v[2], v[3]), mask));
+  _mm512_storeu_si512(out + c, _mm512_xor_si512(pack_int8<kClamp>(v[0], v[1], v[2], v[3]), mask));
 }
 
 #else
@@ -119,11 +119,11 @@ GNNC_INLINE Ints integers(Floats v) {
 
 // Computes out[c] = quantized value(c) xor flip, in blocks of 64, padded with quantized zeros past the width.
 template <Clamp kClamp, typename Value>
-GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
+GNNC_INLINE void store_quantized(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
   for_columns(width, [&](int64_t c, auto n) {
-    const Ints codes = integers<kClamp>(value(c, n));
+    const Ints quantized = integers<kClamp>(value(c, n));
     const int lanes = lanes_of(n);
-    for (int i = 0; i < lanes; ++i) out[c + i] = static_cast<int8_t>(codes[i] ^ flip);
+    for (int i = 0; i < lanes; ++i) out[c + i] = static_cast<int8_t>(quantized[i] ^ flip);
   });
   const int64_t padded = (width + 63) / 64 * 64;
   std::memset(out + width, flip, static_cast<size_t>(padded - width));

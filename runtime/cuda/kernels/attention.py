@@ -300,11 +300,11 @@ def _scaled_rows(body: str, rows: torch.Tensor) -> str:
     """Return a body that multiplies the quantized rows ``j0`` by their scales ``j1`` before it reads them."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(parse_body(body).graph, {}))
-    codes = next(node for node in graph.find_nodes(op="placeholder") if node.target == "j0")
-    with graph.inserting_before(codes.next):
+    quantized = next(node for node in graph.find_nodes(op="placeholder") if node.target == "j0")
+    with graph.inserting_before(quantized.next):
         scales = graph.placeholder("j1")
         sizes = [-1, *(1 for _ in rows.shape[1:])]
         column = graph.call_function(aten.reshape.default, (scales, sizes))
-        values = graph.call_function(aten.mul.Tensor, (codes, column))
-    codes.replace_all_uses_with(values, delete_user_cb=lambda user: user is not values)
+        values = graph.call_function(aten.mul.Tensor, (quantized, column))
+    quantized.replace_all_uses_with(values, delete_user_cb=lambda user: user is not values)
     return body_text(graph)

@@ -314,11 +314,11 @@ class CublasInt8:
         """Write the product."""
         x, w = map(emitter.exact, unpack(node, "x", "w"))
         name = emitter.fresh("v")
-        emitter.call(emitter.bind(product_of_codes, "product_of_codes"), [x, w], result=name)
+        emitter.call(emitter.bind(product_of_quantized, "product_of_quantized"), [x, w], result=name)
         emitter.define(node, variable(name))
 
 
-def product_of_codes(x: Tensor, w: Tensor) -> Tensor:
+def product_of_quantized(x: Tensor, w: Tensor) -> Tensor:
     """Return ``x @ w.T`` of int8 ``[N, K]`` and ``[O, K]``, exact, rounded once to float32 ``[N, O]``.
 
     cuBLASLt takes multiples of eight, and more than sixteen rows.

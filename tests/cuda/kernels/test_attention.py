@@ -81,7 +81,7 @@ def test_attention(graph: str, heads: int, each: int, dtype: torch.dtype, large:
         assert torch.equal(first, call())
         whole = x.double() if scale is None else x.double() * scale.double()[:, None]
         alpha, want = expected(g, whole, heads, a_src, a_dst, given)
-        # logits near 300 * 4 have an FP32 error of 1e-4; weights of codes one of 2^-15
+        # logits near 300 * 4 have an FP32 error of 1e-4; weights of int8 rows one of 2^-15
         exact = 1e-4 if dtype == torch.int8 else 2e-6
         assert relative_error(first.cpu(), want) < (exact if large == 1 else 3e-4)
         assert relative_error(call.alpha().cpu(), alpha) < (2e-6 if large == 1 else 3e-4)
@@ -115,15 +115,15 @@ def test_rows_that_are_masked_whole_are_as_in_the_reference(
         masked = torch.arange(g.num_dst) % 3 == 0
         masked[degree.argmax()] = True
         edge[masked[g.dst()], 0] = -math.inf
-        is_codes = dtype == torch.int8
-        x = torch.randn(g.num_src, heads * each) * (40 if is_codes else 1)
+        is_int8 = dtype == torch.int8
+        x = torch.randn(g.num_src, heads * each) * (40 if is_int8 else 1)
         x = x.clamp(-127, 127).to(dtype)
-        scale = torch.rand(g.num_src) / 40 if is_codes else None
+        scale = torch.rand(g.num_src) / 40 if is_int8 else None
         call = attention_on(g, x, heads, a_src, a_dst, edge, scale)
         whole = x.double() if scale is None else x.double() * scale.double()[:, None]
         alpha, want = expected(g, whole, heads, a_src, a_dst, edge)
         got = call().cpu().double()
-        atol = 4e-4 if is_codes else 1e-4
+        atol = 4e-4 if is_int8 else 1e-4
         torch.testing.assert_close(got, want, rtol=1e-4, atol=atol, equal_nan=True)
         torch.testing.assert_close(call.alpha().cpu().double(), alpha, rtol=1e-4, atol=1e-6, equal_nan=True)
         assert (got[degree == 0] == 0).all()

@@ -86,7 +86,7 @@ class Case:
         """Compare a program on the GPU with the reference."""
         values = self.values(g)
         got = run_fused_on_cuda(self.function(), ["attention"], *values)
-        exact = 2e-4 if self.dtype == torch.int8 else 1e-5  # weights of int8 rows are codes of 2^-15
+        exact = 2e-4 if self.dtype == torch.int8 else 1e-5  # int8 rows have weights in steps of 2^-15
         for one, other, most in zip(got, self.expected(values), (exact, 1e-5), strict=True):
             assert relative_error(one, other) < most
 

@@ -45,18 +45,18 @@ def same(got: Tensor, want: Tensor) -> bool:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_value_is_widened_as_torch_does(kind: str) -> None:
-    codes = torch.arange(256, dtype=torch.uint8)
-    given, out = codes.cuda(), torch.empty(512, device="cuda")
+    values = torch.arange(256, dtype=torch.uint8)
+    given, out = values.cuda(), torch.empty(512, device="cuda")
     module().launch(f"widen_all<{kind}>", 1, 256, address(given), address(out))
-    want = codes.view(TYPES[kind]).float()
+    want = values.view(TYPES[kind]).float()
     finite = want.isfinite()  # halves have an infinity too, which e5m2 values have and stores never make
     assert same(out[:256], want) and same(out[256:], want) and finite.sum() >= 247
 
 
 def values_to_round(dtype: torch.dtype) -> Tensor:
     """Random values, all ties of neighbors and what is next to them, denormals, and what is out of range."""
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    known = codes[codes.isfinite()].sort().values
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    known = values[values.isfinite()].sort().values
     ties = (known[1:] + known[:-1]) / 2
     near = [torch.nextafter(ties, torch.full_like(ties, side)) for side in (-torch.inf, torch.inf)]
     generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ import gnnc
 from gnnc.ir.dense import qgemm_reference
 from gnnc.runtime.cuda.driver.nvrtc import compiler_version
 from gnnc.runtime.cuda.emitter import lanes_for, round_up
-from gnnc.runtime.cuda.kernels.gemm import Shape, Tile, config_of, product_of_codes, tile_of
+from gnnc.runtime.cuda.kernels.gemm import Shape, Tile, config_of, product_of_quantized, tile_of
 
 OUT = (1, 7, 47, 64, 256)
 ROWS = (0, 1, 17, 1000)
@@ -204,7 +204,7 @@ def test_products_by_cublaslt_are_exact(device: str, rows: int, inner: int, out:
     x, w = (torch.randint(-128, 128, (n, inner), dtype=torch.int8) for n in (rows, out))
     strided = torch.zeros(rows, inner + 9, dtype=torch.int8)[:, 2 : inner + 2].copy_(x)
     for each in (x, strided):
-        got = product_of_codes(each.to(device), w.to(device))
+        got = product_of_quantized(each.to(device), w.to(device))
         assert got.dtype == torch.float32 and torch.equal(got.cpu(), qgemm_reference(x, w))
 
 

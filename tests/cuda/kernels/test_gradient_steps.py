@@ -45,13 +45,13 @@ def test_gradient_of_an_activation(step: str, width: int) -> None:
 def test_operands_are_read_in_eight_bits(width: int) -> None:
     x, row, value = signed(37, width), torch.rand(37, 1), signed(37, width).clamp(min=-0.6)
     scale = GNNC.scale(value, "int8/row")
-    codes = GNNC.quantize(value, scale, "int8/row")
+    quantized = GNNC.quantize(value, scale, "int8/row")
 
-    def call(x: Tensor, row: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-        return ATEN.elu_backward(x * row, 0.7, 1, 1, True, GNNC.dequantize(codes, scale, "row"))
+    def call(x: Tensor, row: Tensor, quantized: Tensor, scale: Tensor) -> Tensor:
+        return ATEN.elu_backward(x * row, 0.7, 1, 1, True, GNNC.dequantize(quantized, scale, "row"))
 
-    (got,) = run_fused_on_cuda(call, ["rowmap"], x, row, codes, scale)
-    torch.testing.assert_close(got, call(x, row, codes, scale), rtol=1e-6, atol=1e-7)
+    (got,) = run_fused_on_cuda(call, ["rowmap"], x, row, quantized, scale)
+    torch.testing.assert_close(got, call(x, row, quantized, scale), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.cuda

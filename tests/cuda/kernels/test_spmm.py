@@ -47,7 +47,7 @@ TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def has_place(width: int) -> bool:
-    """Whether a row of codes has a byte for its weight, and is gathered at once."""
+    """Whether a row of quantized values has a byte for its weight, and is gathered at once."""
     return width % 16 > 0 and width <= 128
 
 
@@ -91,7 +91,7 @@ BUILT_HEADS = (*HEADS, (2, 16), (12, 64), (16, 24))
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_sum_of_codes_with_weights_a_head_spills(architecture: str) -> None:
+def test_no_sum_of_quantized_values_with_weights_a_head_spills(architecture: str) -> None:
     configs = [
         SpmmConfig("i8", heads * each, reduce, "real", scale, heads)
         for heads, each in (BUILT_HEADS if architecture == "sm_90" else ((3, 7), (2, 301), (12, 64)))
@@ -134,7 +134,7 @@ def on_gpu(g: Graph, part: int = 32, blocks: int = 5) -> Sparse:
     return sparse(g.rowptr, g.col, Cut(part, part // 2), blocks)
 
 
-def codes(rows: int, width: int) -> Tensor:
+def random_int8(rows: int, width: int) -> Tensor:
     return torch.randint(-127, 128, (rows, width), dtype=torch.int8)
 
 
@@ -152,7 +152,7 @@ def twice(call: Spmm) -> Tensor:
 def test_integer_reductions_are_exact(width: int, reduce: str) -> None:
     for make in GRAPHS.values():
         g = make()
-        x = codes(g.num_src, width)
+        x = random_int8(g.num_src, width)
         want = qspmm_reference(g.rowptr, g.col, None, x, None, None, reduce, g.num_dst)
         for form in forms_of(width):
             assert torch.equal(twice(Spmm(on_gpu(g), rows16(x), reduce=reduce, form=form)), want)
@@ -161,7 +161,7 @@ def test_integer_reductions_are_exact(width: int, reduce: str) -> None:
 @pytest.mark.cuda
 def test_a_row_may_have_more_slices_than_threads_open_queues() -> None:
     g, width = random_graph(6, 5, 30), 130 * 128 - 7
-    x = codes(g.num_src, width)
+    x = random_int8(g.num_src, width)
     want = qspmm_reference(g.rowptr, g.col, None, x, None, None, "sum", g.num_dst)
     assert torch.equal(twice(Spmm(on_gpu(g), rows16(x), form="spmm_sliced")), want)
 
@@ -171,7 +171,7 @@ def test_a_row_may_have_more_slices_than_threads_open_queues() -> None:
 def test_integer_weights_are_exact(width: int) -> None:
     for make in GRAPHS.values():
         g = make()
-        x, value = codes(g.num_src, width), codes(g.num_edges, 1).squeeze(1)
+        x, value = random_int8(g.num_src, width), random_int8(g.num_edges, 1).squeeze(1)
         shift = torch.randint(0, 8, (g.num_src,), dtype=torch.uint8)
         graph = on_gpu(g)
         want = qspmm_reference(g.rowptr, g.col, value, x, None, None, "sum", g.num_dst)
@@ -222,7 +222,7 @@ def test_float_sums(width: int, kind: str, weighted: bool) -> None:
 def test_integer_rows_with_real_weights(width: int) -> None:
     for make in GRAPHS.values():
         g = make()
-        x, value = codes(g.num_src, width), torch.randn(g.num_edges)
+        x, value = random_int8(g.num_src, width), torch.randn(g.num_edges)
         scale = torch.rand(g.num_src) * torch.logspace(-2, 2, g.num_src)
         graph = on_gpu(g)
         for form in forms_of(width):
@@ -253,7 +253,7 @@ def test_real_weights_of_a_long_part_stay_in_range(width: int, heads: int) -> No
 def test_real_weights_in_steps_of_four(width: int, scaled: bool) -> None:
     """As devices before sm_90 take them."""
     g = random_graph(60, 50, 900)
-    x, value, scale = codes(60, width), torch.randn(900), torch.rand(60) if scaled else None
+    x, value, scale = random_int8(60, width), torch.randn(900), torch.rand(60) if scaled else None
     scales = None if scale is None else scale.cuda()
     call = Spmm(on_gpu(g), rows16(x), value.cuda(), scales, form="spmm", threads=512, step=4)
     assert test_error(twice(call), g, value, x, scale) < 1e-4
@@ -264,7 +264,7 @@ def test_real_weights_in_steps_of_four(width: int, scaled: bool) -> None:
 def test_the_first_weights_of_a_row_may_be_of_any_size(width: int) -> None:
     """The unit of a row's sums follows its largest weight: nothing of the first ones is taken for more."""
     g = GRAPHS["random"]()
-    x = codes(g.num_src, width)
+    x = random_int8(g.num_src, width)
     sizes = torch.tensor([0.0, 1e-42, 1e-36, 1e-33, 1e-20, 1.0])
     for which in (sizes[torch.randint(6, (g.num_edges,))], sizes[:5][torch.arange(g.num_edges) % 5]):
         value = which * (1 + torch.rand(g.num_edges))
@@ -299,7 +299,7 @@ def test_integer_rows_with_weights_a_head(heads: int, each: int, reduce: str, sc
     """Each head has units of its own: that of small weights errs by no more of them than any other."""
     for make in GRAPHS.values():
         g = make()
-        x = codes(g.num_src, heads * each)
+        x = random_int8(g.num_src, heads * each)
         value = torch.randn(g.num_edges, heads) * torch.logspace(-6, 3, heads)
         scale = torch.rand(g.num_src) * torch.logspace(-2, 2, g.num_src) if scaled else None
         given = None if scale is None else scale.cuda()
@@ -311,7 +311,7 @@ def test_integer_rows_with_weights_a_head(heads: int, each: int, reduce: str, sc
 @pytest.mark.parametrize("reduce", ["max", "min"])
 def test_extremes_of_integer_rows_with_weights_a_head(reduce: str) -> None:
     g = GRAPHS["random"]()
-    x, value = codes(g.num_src, 21), torch.randn(g.num_edges, 3)
+    x, value = random_int8(g.num_src, 21), torch.randn(g.num_edges, 3)
     got = twice(Spmm(on_gpu(g), rows16(x), value=value.cuda(), reduce=reduce))
     want = spmm_reference(g.rowptr, g.col, value, x.float().view(-1, 3, 7), reduce, g.num_dst)
     assert torch.allclose(got, want.flatten(1), rtol=1e-6)
@@ -343,7 +343,7 @@ LARGER = {**GRAPHS, "node blocks": lambda: random_graph(5000, 4500, 90_000)}
 def test_staged_sums_of_integers_are_exact(width: int, reduce: str) -> None:
     for make in LARGER.values():
         g = make()
-        x, shift = codes(g.num_src, width), torch.randint(0, 8, (g.num_src,), dtype=torch.uint8)
+        x, shift = random_int8(g.num_src, width), torch.randint(0, 8, (g.num_src,), dtype=torch.uint8)
         for given in (None, shift):
             moved = None if given is None else given.cuda()
             got = twice(Spmm(on_gpu(g), rows16(x), shift=moved, reduce=reduce, form="spmm_staged"))
@@ -359,7 +359,7 @@ def test_staged_sums_of_integers_are_exact(width: int, reduce: str) -> None:
 def test_staged_sums_with_row_scales(width: int) -> None:
     for make in LARGER.values():
         g = make()
-        x, scale = codes(g.num_src, width), torch.rand(g.num_src) * torch.logspace(-2, 2, g.num_src)
+        x, scale = random_int8(g.num_src, width), torch.rand(g.num_src) * torch.logspace(-2, 2, g.num_src)
         call = Spmm(on_gpu(g), rows16(x), x_scale=scale.cuda(), form="spmm_staged")
         assert test_error(twice(call), g, None, x, scale) < 1e-4
 

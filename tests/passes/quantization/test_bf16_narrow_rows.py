@@ -88,7 +88,7 @@ def test_one_scale_that_does_not_fit_the_examples_is_not_taken():
 
 @pytest.mark.parametrize("reduce", ["max", "min"])
 @pytest.mark.parametrize(("static", "want"), [(False, "bfloat16"), (True, "int8 tensor")])
-def test_extremes_take_codes_under_one_scale_only(reduce, static, want):
+def test_extremes_take_quantized_values_under_one_scale_only(reduce, static, want):
     assert widened(aggregation(256, reduce=reduce), static=static)[0] == want
 
 

@@ -138,10 +138,10 @@ def layout(rows: int) -> tuple[Region, ...]:
 def test_arena_is_laid_out_for_the_sizes_of_the_call():
     arenas = ArenaPool(layout)
     arena = arenas.acquire((10,))
-    padded, codes, flat = arena.tensors
-    assert padded.stride() == (8, 1) and codes.stride() == (64, 1)
-    assert padded.data_ptr() == flat.data_ptr() != codes.data_ptr()
-    assert codes.data_ptr() % ALIGNMENT == 0
+    padded, quantized, flat = arena.tensors
+    assert padded.stride() == (8, 1) and quantized.stride() == (64, 1)
+    assert padded.data_ptr() == flat.data_ptr() != quantized.data_ptr()
+    assert quantized.data_ptr() % ALIGNMENT == 0
     arenas.release(arena)
     assert arenas.acquire((10,)) is arena
     assert arena.tensors[0] is padded
