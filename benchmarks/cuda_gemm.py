@@ -3,11 +3,11 @@
     python benchmarks/cuda_gemm.py [--only cora facebook ...] [--forms fp16 int8 ...]
 
 Every product is a compiled model of one layer, or of two that share the quantized values of x (the form
-"quantized"); times are those of its kernels, by torch.profiler. The floor is x, the weight and the FP32 result
-once each at the bandwidth of a device copy. The peer is cuBLAS or cuBLASLt through torch on operands that
-are already in the narrow type (``torch.mm``, ``torch._int_mm``), which writes 16 bits or int32: the
-conversion of x to that type, and the scales, bias and next type of the result, are separate kernels, and
-not in its time.
+"quantized"); times are those of its kernels, by torch.profiler. The floor is x, the weight and the FP32
+result once each at the bandwidth of a device copy. The peer is cuBLAS or cuBLASLt through torch on operands
+that are already in the narrow type (``torch.mm``, ``torch._int_mm``), which writes 16 bits or int32: the
+conversion of x to that type, and the scales, bias and next type of the result, are separate kernels, and not
+in its time.
 """
 
 import argparse

@@ -65,10 +65,10 @@ def compile(  # noqa: A001  the name is the public contract
             precision of each op that is predicted fastest within ``error_budget``; the other known names
             raise UnsupportedError. Without it ``int8``, or ``fp32`` where that is faster: on CPUs without
             AVX-512 VNNI. ``explain()`` says so.
-        example_inputs: a tuple of representative arguments. The model is then captured at once and
-            scales are taken from them (static); without it capture waits for the first call and
-            scales are taken at each call (dynamic). They are kept: a copy, or a model that has changed,
-            is captured with them again, and scales are taken from them again where weights have changed.
+        example_inputs: a tuple of representative arguments. With it, the model is captured at once, and
+            scales are computed from these arguments (static). Without it, the first call captures the model,
+            and each call computes its scales (dynamic). The compiled model stores the tuple: a copy, or a
+            model that has changed, is captured with it again, and changed weights get new scales from it.
         overrides: module-path glob to precision, for layers that differ.
         error_budget: relative L2 error of the output on ``example_inputs`` that ``auto`` may spend, in
             training also of the gradient of all weights together. Without them nothing can be measured: it
@@ -173,7 +173,7 @@ class CompiledModel(ModelProxy):
 
         Args:
             *args: as the model takes them; floating tensors float32, node ids int64 or int32.
-            **kwargs: likewise.
+            **kwargs: keyword arguments of the model's forward, with the same dtypes.
 
         Returns:
             What the model returns, in the same dtypes.

@@ -100,7 +100,7 @@ class FromDynamo(nn.Module):
         return self.graph(*(values[position] for position in self.order))
 
     def _own(self, position: int, path: str) -> bool:
-        """Make room for a weight; False for an argument."""
+        """Register an empty parameter or buffer for an input that is a weight; return False for others."""
         owned = _OWNED.search(path)
         if owned is None:
             return False
@@ -160,7 +160,10 @@ def _fixed(node: Node) -> list[int]:
 
 
 def _same_sizes(inputs: Mapping[int, Node]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Dynamo's graph says it nowhere else: a comparison of sizes leaves nothing in it."""
+    """Return the pairs of dimensions, each (input, dimension), that have one size.
+
+    Dynamo's graph shows equal sizes in the example shapes alone: a comparison of sizes leaves no node in it.
+    """
     first: dict[Any, tuple[int, int]] = {}
     pairs = []
     for position, node in inputs.items():

@@ -313,7 +313,8 @@ def _admission(
     Args:
         partition: the groups.
         group: the group to join.
-        target: has a scale of the whole result of a product, or not; kernels do not store what it rounds.
+        target: the backend; says whether a row program computes one scale for its whole result, and which
+            steps and precisions its kernels lack.
         is_gemm: whether the kernel is that of a product.
     """
     scales: list[RowOp] = []

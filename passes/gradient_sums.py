@@ -1,10 +1,10 @@
 """Gradient sums: gradients that are only added up become one body, in which they are added edge by edge.
 
 A value of a body that two ops read has two gradients, each with bodies of its own that run the same chain
-backwards: the edge MLP of an EGNN, whose message is summed and moves positions. Their sums by destination, by
-source and over all edges are sums of one body, of the sum of both gradients. A gradient by edge that adds
-rows of the destinations, as that of an edge state does which is summed, is added inside the bodies that
-read it.
+backwards. An example is the message of an EGNN, which is summed and also moves positions. The two gradients
+are added inside one body, and their sums by destination, by source and over all edges are sums of that body.
+The gradient of an edge state that is also summed by node has a term copied from the destination's row. Bodies
+that read that gradient add the term themselves.
 """
 
 from dataclasses import dataclass

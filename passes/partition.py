@@ -1,10 +1,10 @@
 """Partition: cut a joint graph into the forward graph and the backward graph.
 
-The forward graph has what the outputs need, what is drawn at random, and what turns a matrix into a narrower
-one that gradients read instead, such as a mask. It returns, behind its outputs, the values that the backward
-graph reads: of an FP32 matrix the copy in 16 or 8 bits, where there is one. Views, constants, values of
-weights alone, attention weights and elementwise arithmetic on what is kept are not kept, but computed
-again; so are the results of dropout on such values, from the mask.
+The forward graph computes the outputs, random numbers, and masks and other narrow matrices that gradients
+read in place of a wide one. It returns, behind its outputs, the values that the backward graph reads; where
+an FP32 matrix has a copy in 16 or 8 bits, it returns the copy. The backward graph computes some values again
+instead: views, constants, values of weights alone, attention weights, elementwise arithmetic on returned
+values, and, from the mask, dropout of such values.
 """
 
 from dataclasses import dataclass, field, replace

@@ -226,7 +226,7 @@ def _sums_of(sort: Node, edge_index: Node) -> SumsWithoutLoops | None:
 
 
 def _summed(node: Node, sort: Node, edge_index: Node) -> Node | None:
-    """Return the unfiltered values of which a node adds up those of no loop, in the order of a sort."""
+    """If ``node`` sums filtered edge values by destination, return the values before the filter."""
     *csr, values, reduce, _ = _arguments(node, _GNNC.segment_reduce.default, 5) or (None,) * 5
     if reduce != "sum" or _parts(csr) != [(sort, 0), (sort, 2)]:
         return None

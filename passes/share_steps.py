@@ -1,10 +1,10 @@
 """Share steps: what several bodies of the backward graph compute is computed once, and stored for every edge.
 
-The gradient of each operand of a body runs that body again. Where kernels run one body a pass over the
-edges, a value that several bodies compute becomes the result of an ``edge_map``, if to compute it again costs
-more than to write and to read it. It has 16 bits where products have that read it, or that it comes from,
-unless a function such as a cosine depends on it. What a comparison depends on is not stored: the gradient of
-a maximum compares values with those of the forward pass, bit by bit.
+The gradient of each operand of a body runs that body again. Where kernels run one body a pass over the edges,
+a value that several bodies compute becomes the result of an ``edge_map``, if to compute it again costs more
+than to write and to read it. The stored rows are fp16 or bf16 if a product in 16 bits reads them or is among
+the steps that compute them, unless a function such as a cosine depends on them. What a comparison depends on
+is not stored: the gradient of a maximum compares values with those of the forward pass, bit by bit.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

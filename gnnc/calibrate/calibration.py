@@ -457,10 +457,11 @@ def _fit_one(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _memory_steps(names: Sequence[str]) -> np.ndarray:
-    """Return rows a with a @ rates <= 0: from knot to knot a byte costs at least as much, at most twice that.
+    """Return the matrix A of the constraints ``A @ rates <= 0`` on the rates of memory traffic.
 
-    Few samples reach the largest memory, and they share other terms: without this, a disturbance of one
-    of them becomes a rate that larger graphs multiply.
+    The time of a byte is fitted at several sizes of memory (knots). From one knot to the next it must not
+    fall, and must at most double. Few samples reach the largest sizes: without the constraints, one disturbed
+    sample would set a rate that the prediction for a large graph multiplies.
     """
     knots: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for column, name in enumerate(names):

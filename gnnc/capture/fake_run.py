@@ -1,7 +1,8 @@
-"""Run of a call on fake tensors of exactly its sizes: milliseconds that tell whether a trace can succeed.
+"""Run of forward on fake tensors of the sizes of one call, which finds calls that no trace can serve.
 
-A trace that fails may have had a wrong reading of the sizes, so that others are tried. None of them serves
-a call on whose own sizes and dtypes forward fails, as on an edge list of three rows.
+A trace may fail because a size was taken for a constant, or for a variable, so captures try several choices.
+If forward fails on the sizes and dtypes of the call itself, as on an edge list of three rows, every choice
+would fail. This run finds that out in milliseconds.
 """
 
 import contextlib

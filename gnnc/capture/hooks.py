@@ -19,7 +19,7 @@ BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 """Tables of backward hooks that every module has."""
 _STEPS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 MESSAGE_HOOKS = tuple(f"_{step}_forward{kind}_hooks" for step in _STEPS for kind in ("_pre", ""))
-"""Tables of hooks that PyG's ``MessagePassing`` has beside those."""
+"""Tables of hooks of PyG's ``MessagePassing``, beside those of every module."""
 _RUNNERS = ("propagate", "edge_updater")
 """Methods of ``MessagePassing`` that run its hooks."""
 
@@ -35,8 +35,9 @@ def hook_tables(attributes: Mapping[str, Any]) -> list[dict[int, Callable[..., A
 def run_message_hooks(module: nn.Module) -> None:
     """Let a module that has hooks of ``MessagePassing`` run them while it is traced.
 
-    ``propagate`` and ``edge_updater`` ask ``is_compiling()`` for nothing but their hooks. The module gets
-    copies of both that read a name of their own, so that no other layer or thread sees it.
+    ``propagate`` and ``edge_updater`` skip the hooks where ``is_compiling()`` is true, and call it for no
+    other purpose. The module gets copies of both methods in which ``is_compiling`` returns False. The
+    originals, which other layers and threads call, stay as they are.
     """
     attributes = vars(module)
     if not any(attributes.get(name) for name in MESSAGE_HOOKS):

@@ -372,7 +372,7 @@ class ObjectGraph:
 
 
 def can_change(value: Any) -> bool:
-    """Return whether an object is compared by what it holds, which can change; others are what they are."""
+    """Return whether an object is compared by its contents, which can change, and not by identity."""
     return _size(value, type(value)) is not None
 
 

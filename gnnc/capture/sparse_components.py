@@ -91,10 +91,11 @@ def _sources(matrix: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[Hash
 
 
 def _is_shared(matrix: torch.Tensor, source: torch.Tensor, held: bool) -> bool:
-    """Return whether a tensor of a matrix may be written through another tensor, which counts its own writes.
+    """Return whether writes to the memory of a component may leave the matrix's version counter unchanged.
 
-    The tensors that a matrix is made of share its memory, and no counter with it. Of COO the uses of the
-    memory show whether anybody still holds them; a compressed matrix takes the tensors themselves in.
+    The tensors from which a matrix was created share its memory, but not its version counters. For COO, the
+    reference count of the memory shows whether such a tensor still exists. For CSR and CSC it does not, since
+    the matrix refers to these tensors itself: a compressed matrix always counts as shared.
 
     Args:
         matrix: the matrix.
@@ -126,7 +127,10 @@ def _is_same(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _split(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return new tensors on the memory of the matrix: views of one tensor would be told apart by no cache."""
+    """Return the components of a matrix as new tensors on its memory.
+
+    They are detached, as the structure cache keys views by their base, which all components would share.
+    """
     rows, columns, *_ = matrix.shape
     with torch.no_grad():
         if matrix.layout == torch.sparse_coo:

@@ -112,9 +112,10 @@ class _Analysis:
 
 
 def _renamed_calls(code: CodeType) -> tuple[list[str], bytes | None]:
-    """Return the names and the instructions of a code whose calls are symbolic; None: no call is.
+    """Return the names of a code object, and its instructions with symbolic calls; None: it has no such call.
 
-    The lowest bit of the argument of LOAD_GLOBAL says that the global is called; a type check has it not.
+    Only globals that are called are renamed: the lowest bit of the argument of LOAD_GLOBAL is 1 for these,
+    and 0 where the global is read otherwise, as in ``isinstance(x, int)``.
     """
     names, text, found = list(code.co_names), None, False
     for name in _SYMBOLIC.keys() & code.co_names:

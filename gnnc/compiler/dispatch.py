@@ -89,7 +89,7 @@ class Dispatch:
 
     Args:
         model: the model to trace.
-        options: likewise.
+        options: the validated options of ``gnnc.compile``.
         examples: ``example_inputs``, or None.
     """
 

@@ -107,11 +107,11 @@ class Program:
         snapshots: (pass name, graphs after it), the captured graph first.
         context: what the passes noted.
         executable: the lowered compute graph.
-        run: takes the flat tensors of a call, returns the model's result.
-        bind: takes what runs the lowered graph and what computes the structure, returns what ``run`` is, but
-            that its result is that of the former.
+        run: function of a call: takes its flat tensors and returns the model's result.
+        bind: takes a replacement of ``executable`` and one of ``runner``; returns the function of a call that
+            runs these, with the result of the lowered graph in place of the model's.
         timings: measured seconds by name of the graph and of the node, from ``profile``.
-        floors: seconds that the compulsory bytes of each node take at copy bandwidth, likewise.
+        floors: seconds that the compulsory bytes of each node take at copy bandwidth, by the same names.
         tuned: what ``tune`` measured of cuts of the graph, to be printed; None: nothing was.
         seconds: how long compiling took, by phase.
         scaled_weights: the weights that static scales were taken with; None: the program has no such scale.

@@ -34,9 +34,10 @@ def gain(before: float, after: float, volume: float, alpha: float = ALPHA) -> fl
     """Return the gain of equation 7.7, ``(after - before) / before * exp(-alpha * before / volume)``.
 
     Args:
-        before: elements that the op's operand sees (3DRF of layer k-1), above 0.
-        after: elements that its result sees (3DRF of layer k).
-        volume: elements of the model's input, V0.
+        before: number of input elements that an element of the op's operand depends on (3DRF of layer k-1),
+            above 0.
+        after: number of input elements that an element of its result depends on (3DRF of layer k).
+        volume: number of elements of the model's input, V0.
         alpha: the decay.
     """
     return (after - before) / before * math.exp(-alpha * before / volume)
@@ -44,7 +45,7 @@ def gain(before: float, after: float, volume: float, alpha: float = ALPHA) -> fl
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One step along edges: the operands that name the CSR.
+    """One step along the edges of a graph, from the sources to the destinations of a CSR.
 
     Attributes:
         rowptr: node of the row pointers.
@@ -69,7 +70,7 @@ class Field:
 
 
 Reach = Callable[[tuple[Hop, ...]], float]
-"""Maps hops to the mean number of nodes within them."""
+"""Function from hops to the mean number of nodes that a node reaches by them."""
 
 
 def receptive_gains(gm: GraphModule, reach: Reach, nodes: float) -> dict[Node, float]:

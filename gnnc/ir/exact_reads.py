@@ -1,8 +1,8 @@
 """Search for values that must not be rounded: operands of comparisons, selections, sines and conversions.
 
 ``gnnc.ir.aten`` lists the ops. A value that one of them reads must be exact, and so must all values that it
-is computed from: a winner that is found by ``m == max[dst]`` is lost when one side is rounded, and another
-winner is found when a value is that both sides are computed from.
+is computed from. In ``m == max[dst]``, no element equals the maximum if one side is rounded; a different
+element equals it if a common input is rounded.
 """
 
 import math

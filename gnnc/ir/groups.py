@@ -81,7 +81,7 @@ def dequantize_groups_reference(
     Args:
         packed: uint8 ``[N, ceil(width * bits / 8)]``.
         scale: float32 ``[N, ceil(width / 64)]``.
-        offset: likewise.
+        offset: float32 ``[N, ceil(width / 64)]``.
         bits: 4 or 2.
         width: columns of a row.
 

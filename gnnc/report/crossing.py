@@ -87,7 +87,7 @@ def _inputs(named: Named, kind: str) -> list[Node]:
 
 
 def _is_again(node: Node) -> bool:
-    """Return whether the forward graph computes a value, too: its layer is not one of gradients."""
+    """Return whether a node of the backward graph repeats a computation of the forward graph."""
     if node.op != "call_function" or is_result(node) or describe.is_free(node):
         return False
     is_tensor = isinstance(node.meta.get("val"), torch.Tensor)

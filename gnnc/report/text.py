@@ -67,7 +67,7 @@ class ProgramReport:
         captures: why each capture was made, in order; the first is the first call.
         predicted: seconds from the cost model, by name of the graph and of the node.
         measured: seconds by name of a graph and of its node, from ``profile()``.
-        floors: seconds that its compulsory bytes take at copy bandwidth, likewise.
+        floors: seconds that its compulsory bytes take at copy bandwidth, by the same names.
         gains: receptive-field gain of each primitive, by its name before it was quantized.
         choices: what ``auto`` knows of each primitive, by the same name.
         chosen: what ``auto`` says of its choice, a line each.

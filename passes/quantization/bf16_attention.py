@@ -1,8 +1,9 @@
-"""Bf16 for attention: rows that give the logits, too, take bf16 where int8 is no quicker.
+"""Bf16 for attention: an int8 model gathers rows in bf16 where int8 would be no faster.
 
-A kernel of attention that computes logits from gathered rows spends its time on their elements: int8 rows
-are half as many bytes, and a conversion and a scale more. The change applies only where int8 was asked for
-the whole model, as for narrow rows (``bf16_narrow_rows``).
+A kernel that computes logits from the rows that it gathers spends its time on their elements, not on their
+bytes. A row in int8 has half the bytes of one in bf16, but each element has to be converted, and each row
+needs its scale. The change applies only where int8 was asked for the whole model, as for narrow rows
+(``bf16_narrow_rows``).
 """
 
 from torch.fx import Node

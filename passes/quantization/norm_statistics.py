@@ -17,9 +17,9 @@ _BENT = frozenset({"sqrt.default", "rsqrt.default", "reciprocal.default", "pow.T
 def statistics(graph: fx.Graph) -> set[Node]:
     """Return the aggregations that a norm computes of its operand: mean, variance, or sum.
 
-    A value minus its mean may be nothing but the rounding of the mean, which a division by the
-    deviation then makes large. The paths from an aggregation to the operand, and from both to their
-    sources, pass through anything but primitives.
+    They must not be rounded: where all values are nearly equal, a value minus its rounded mean is nothing but
+    the rounding error, and the division by the small deviation makes that error large. The search follows
+    ops that are no primitives, from an aggregation to the norm, and from both to their sources.
     """
     aggregations = list(filter(is_low_aggregation, graph.nodes))
     return {node for node in aggregations if any(_returns(node, aggregated_rows(node)))}

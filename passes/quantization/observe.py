@@ -2,7 +2,7 @@
 
 Granularity is chosen from a table of candidates: sums of integers before sums of floats, as long as
 the error on the examples is small enough, or else the one with the least error. (``auto`` weighs
-their times too: see ``passes.auto``.)
+their times too: see ``gnnc.passes.search.study``.)
 """
 
 import math

@@ -1,7 +1,8 @@
 """Maxima and minima of bodies, with the ops whose bodies compute the values again and compare them.
 
-The gradient of a maximum goes to the edges whose value equals it. Two kernels add up a product in two orders,
-so that no value that one computes need equal a maximum that the other has found.
+The gradient of a maximum goes to the edges whose value equals it. Two kernels may add up the terms of a
+product in different orders, so that the value that one kernel computes again may differ, in its last bits,
+from the maximum that the other kernel found. Both therefore have to run in the same arithmetic.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,9 @@
-"""Rewrites of gradients that autograd spells wastefully: they would keep, or make, more than they need."""
+"""Rewrites of gradients that autograd computes with more memory than they need.
+
+The gradient of a ReLU reads a mask of one bit in place of the matrix; that of an ELU reads the result, which
+other gradients read as well; a scatter through a permutation becomes a gather; the sum of a whole matrix is
+taken from the sums of its columns.
+"""
 
 from dataclasses import dataclass
 

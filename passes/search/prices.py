@@ -26,7 +26,7 @@ class Prices:
     Args:
         assumed_sizes: evaluates symbolic sizes.
         rates: the machine's rates.
-        target: has kernels that multiply a matrix with several weights, or not.
+        target: the backend; says whether one kernel multiplies a matrix with several weights.
     """
 
     def __init__(self, assumed_sizes: AssumedSizes, rates: Rates, target: Target) -> None:

@@ -1,4 +1,4 @@
-"""Lowering of bodies: a C++ kernel runs them on tiles of edges, and keeps, reduces or sums their values."""
+"""Lowering of bodies: a C++ kernel runs them on tiles of edges, and stores, reduces or sums their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ from gnnc.runtime.row_program.build import planned
     arithmetic="tiles",
 )
 class EdgeBody:
-    """Kernel that gathers, computes and reduces tile by tile, in registers that stay in cache."""
+    """Kernel that runs a body on tiles of edges; the values of a tile stay in L1."""
 
     @staticmethod
     @planned

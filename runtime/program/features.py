@@ -20,7 +20,7 @@ class FeaturesProgram:
     Args:
         execute: runs the lowered graph on its inputs.
         hooks: callbacks of the device; None: there are none.
-        check: raises what the device has found in an earlier run since; None: errors are raised at once.
+        check: raises the errors that the device found in earlier runs; None: errors are raised at once.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class FeaturesProgram:
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Return the outputs of the graph for these inputs; treat their tensors as read-only.
 
-        A CUDA graph of the caller computes them in each replay, before which he may write into the inputs.
+        While the caller captures a CUDA graph, nothing is cached: each replay computes the outputs again,
+        from inputs that may have been written since.
 
         Raises:
             PrecisionError: the values of this call, or on CUDA of an earlier one, are not finite; no result
@@ -43,7 +44,7 @@ class FeaturesProgram:
         """
         try:
             return self._results(values)
-        except PrecisionError:  # which does not tell the inputs of which call it is about
+        except PrecisionError:  # the error does not say which call's inputs it is about
             self.clear()
             raise
 

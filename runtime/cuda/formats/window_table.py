@@ -108,7 +108,7 @@ class WindowRuns(NamedTuple):
         share: int32 ``[blocks + 1]``, the first run of each block of threads.
         place: int32 ``[entries]``, the position of each entry in ``Entries``; None once words are written.
         slot: int32 ``[entries]``, 0 or 1: an even or odd slot of a warp has the entry; -1: all slots have;
-            None likewise.
+            None once words are written.
         near: number of near edges.
     """
 

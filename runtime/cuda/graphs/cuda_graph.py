@@ -204,7 +204,7 @@ class PatchedGraph:
 
     Attributes:
         key: key of the calls' state, see ``CallState``; a program compares it before it uses the graph.
-        structure: tensors of the calls' state, likewise.
+        structure: tensors of the calls' state, see ``CallState``.
 
     Args:
         recorded: the launches of one of the calls.

@@ -1,10 +1,10 @@
 """CUDA C++ of the body of a ``message`` or ``edge_map``: one column of the values of one edge.
 
-Every op of a body is a function from the place of an element to its value. The writer walks back from
-the place that is asked for: elementwise ops become expressions, shape ops arithmetic on indices, short sums
-and products of two edge values loops. What ``body_stages`` holds is computed once an edge, by a warp:
-products with a weight, sums over columns, and values that take long and that more than one column reads.
-What follows reads their results.
+Every op of a body is a function that maps the index of an element to its value. The writer starts at the
+index of a result and walks back: elementwise ops become expressions, shape ops become arithmetic on indices,
+short sums and products of two edge values become loops. Some values are stages (``body_stages``), which a
+warp computes once an edge and stores in shared memory: products with a weight, sums over columns, and
+expensive values that more than one column reads. Later expressions read the stored results.
 """
 
 from collections.abc import Callable
