@@ -221,6 +221,8 @@ def test_first_sentences_say_what_a_thing_is_or_does(folder: str) -> None:
         ("Its arguments, in order.", False, False),
         ("Whether a node is a row.", True, False),
         ("Return whether a node is a row. It may be one.", True, True),
+        ("Write the launch.", True, False),
+        ("Write the launch of the row program.", True, True),
     ],
 )
 def test_the_rule_tells_sentences_apart(sentence: str, needs_verb: bool, good: bool) -> None:

@@ -26,7 +26,7 @@ class Attend:
 
     @staticmethod
     def emit(plan: attention.Plan, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch of the attention and of the row program behind it."""
 
         def dense(index: int | None, width: int | None = None) -> Expr | None:
             return None if index is None else emitter.dense(argument_of(node, index), width)

@@ -43,7 +43,7 @@ class BatchNorm:
 
     @staticmethod
     def emit(plan: int, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch of a batch norm, with its mean and deviation."""
         momentum, eps = unpack(node, "momentum", "eps")
         given = [emitter.optional_vector(argument(node, name)) for name in batch_norm.VECTORS]
         x = emitter.matrix(argument(node, "input"), plan)
@@ -63,7 +63,7 @@ class BatchNormBackward:
 
     @staticmethod
     def emit(plan: int, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch of the gradients of a batch norm."""
         grad, x = (emitter.matrix(argument(node, name), plan) for name in ("grad_out", "input"))
         weight, mean, inverse = (
             emitter.optional_vector(argument(node, name)) for name in ("weight", "save_mean", "save_invstd")

@@ -39,7 +39,7 @@ class EdgeBody:
 
     @staticmethod
     def emit(plan: Steps, node: Node, emitter: Emitter) -> None:
-        """Write the call."""
+        """Write the launch of the body over the edges of the CSR."""
         edges = [emitter.vector(end) for end in unpack(node, "rowptr", "col")]
         emit_steps(emitter, plan, edges, body_operands(node), (node,))
 

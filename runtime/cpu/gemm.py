@@ -20,7 +20,7 @@ class Gemm:
 
     @staticmethod
     def emit(plan: gemm.Plan, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch of the product and its row program."""
         x = argument_of(node, plan.x)
         scale = emitter.optional_vector(optional_argument(node, plan.x_scale))
         rows = shape_of(x)[0]

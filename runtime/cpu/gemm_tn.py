@@ -33,7 +33,7 @@ class GemmTn:
 
     @staticmethod
     def emit(plan: tuple[int, ...], node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch of the product over all rows."""
         matrices = [
             emitter.matrix(value, width) for value, width in zip(unpack(node, "a", "b"), plan, strict=True)
         ]

@@ -79,7 +79,7 @@ class JointBodies:
 
     @staticmethod
     def emit(plan: JointSteps, node: Node, emitter: Emitter) -> None:
-        """Write the call."""
+        """Write the launch of the joint body over the edges of the CSR."""
         edges, groups = _arguments(plan.joint, node)
         given = name_operands(groups)
         emit_steps(emitter, plan.steps, list(map(emitter.vector, edges)), given, _results(node, emitter))
@@ -102,7 +102,7 @@ class JointEdgeBlocks:
 
     @staticmethod
     def emit(plan: JointBlocks, node: Node, emitter: Emitter) -> None:
-        """Write the call."""
+        """Write the call that runs the joint body block by block."""
         edges, groups = _arguments(plan.joint, node)
         emit_pass(emitter, plan.blocks, [*edges, *groups], _results(node, emitter))
 

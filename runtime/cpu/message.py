@@ -56,7 +56,7 @@ class EdgeBlocks:
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: Emitter) -> None:
-        """Write the call."""
+        """Write the call that runs the body block by block."""
         emit_pass(emitter, plan, unpack(node, "rowptr", "col", *GROUPS.values()), (node,))
 
 

@@ -27,7 +27,7 @@ class ReluMask:
 
     @staticmethod
     def emit(plan: int, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch that stores the bits."""
         x = emitter.matrix(operand(node, "x"), plan)
         out = emitter.allocate(node, dense=True)
         emitter.call(emitter.bind(torch.ops.gnnc_cpu.relu_mask.default, "relu_mask"), [x, out.written])
@@ -41,7 +41,7 @@ class ReluBackward:
 
     @staticmethod
     def emit(plan: int, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch that masks the gradient."""
         values = [emitter.matrix(operand(node, "grad"), plan), emitter.dense(operand(node, "mask"))]
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.relu_backward.default, "relu_backward")

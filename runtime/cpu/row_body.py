@@ -31,7 +31,7 @@ class RowBody:
 
     @staticmethod
     def emit(plan: tuple[row_body.Plan, Steps], node: Node, emitter: Emitter) -> None:
-        """Write the call."""
+        """Write the launch of the body over the rows."""
         body, steps = plan
         given = {name: argument_of(node, index) for name, index in body.operands}
         make = emitter.bind(own_edges, "own_edges")

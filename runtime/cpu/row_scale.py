@@ -18,7 +18,7 @@ class RowScale:
 
     @staticmethod
     def emit(plan: None, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch that stores the scale of each row."""
         values = [emitter.vector(operand(node, name)) for name in ("base", "shift")]
         out = emitter.allocate_vector(node)
         op = emitter.bind(torch.ops.gnnc_cpu.row_scale.default, "row_scale")

@@ -34,7 +34,7 @@ class Map:
 
     @staticmethod
     def emit(plan: rowmap.Plan, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch of the row program."""
         x = argument_of(node, plan.x)
         matrix = emitter.matrix(x, plan.width)
         rows = shape_of(x)[0]

@@ -17,7 +17,7 @@ class Sddmm:
 
     @staticmethod
     def emit(plan: sddmm.Plan, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch that stores a value for each edge."""
         a, b = unpack(node, "a", "b")
         first = a if a is not None else b
         second = b if b is not None else a
@@ -39,7 +39,7 @@ class EdgeSoftmax:
 
     @staticmethod
     def emit(plan: float, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch of the softmax."""
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu_valid.edge_softmax.default, "edge_softmax")
         rowptr, logits = emitter.vector(operand(node, "rowptr")), emitter.dense(operand(node, "logits"))
@@ -54,7 +54,7 @@ class EdgeSoftmaxBackward:
 
     @staticmethod
     def emit(plan: int, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch of the gradient of a softmax."""
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu_valid.edge_softmax_backward.default, "edge_softmax_backward")
         values = [emitter.dense(operand(node, name)) for name in ("alpha", "grad")]

@@ -29,7 +29,7 @@ class Spmm:
 
     @staticmethod
     def emit(plan: spmm.Plan, node: Node, emitter: Emitter) -> None:
-        """Write the launch."""
+        """Write the launch of the reduction and its row program."""
         rowptr = argument_of(node, plan.rowptr)
         rows = shape_of(rowptr)[0] - 1
         col = column(emitter, node, plan.col)

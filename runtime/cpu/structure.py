@@ -147,7 +147,7 @@ class TransposeAtEachCall:
 
     @staticmethod
     def emit(plan: None, node: Node, emitter: Emitter) -> None:
-        """Write the call."""
+        """Write the call that sorts the edges by source."""
         arguments = [emitter.argument(value) for value in unpack(node, "rowptr", "col", "num_src")]
         result = emitter.let_call("csr", emitter.bind(csr_transpose, "csr_transpose"), arguments)
         emitter.define(node, result)

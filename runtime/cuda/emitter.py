@@ -44,7 +44,7 @@ class CudaEmitter(Emitter):
         kernel_set: the kernels.
         nan_flag: the flag that kernels raise for NaN and infinity.
         weighted: nodes whose quantized rows hold their weights, where there is room (``gnnc::weight_place``).
-        windowed_sums: by columns of edges, the sums over them that may read a windowed edge table.
+        windowed_sums: by columns of edges, the sums over them that may read a window table.
     """
 
     IN_ORDER: ClassVar[frozenset[str]] = frozenset(

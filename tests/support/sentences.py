@@ -5,7 +5,7 @@ The first sentence of a function has a verb. Either its first word is one, imper
 ("Return the rows."), or a noun phrase is followed by one ("A gate reads the value."). A class, a module, an
 attribute or a property may be a noun phrase that names the thing ("Cache of values derived from a
 tensor."). Verbs are those of ``VERBS`` and ``AUXILIARIES``: a new one is added there, if it says what code
-does.
+does. A sentence of ``BLANK`` is refused, too.
 """
 
 import ast
@@ -68,6 +68,9 @@ def third_person(verb: str) -> str:
     return verb[:-1] + "ies" if re.search("[^aeiou]y$", verb) else verb + "s"
 
 
+BLANK = re.compile(r"write the (call|launch)(es|s)?", re.IGNORECASE)
+"""First sentences that leave open what is called or launched."""
+
 FINITE = AUXILIARIES | {third_person(verb) for verb in VERBS}
 
 
@@ -85,6 +88,8 @@ def complaint(docstring: str, *, needs_verb: bool) -> str | None:
     first, *rest = (word.lower() for word in words)
     if first.partition("'")[0] in BARE or (first == "one" and (not rest or rest[0] in BARE | {"for", "to"})):
         return f"begins with {words[0]!r}"
+    if BLANK.fullmatch(first_sentence(docstring).rstrip(".")):
+        return "does not say which"
     if needs_verb and first not in VERBS | FINITE and not FINITE.intersection(rest):
         return "has no verb"
     return None

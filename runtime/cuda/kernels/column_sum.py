@@ -41,7 +41,7 @@ class ColumnSum:
 
     @staticmethod
     def emit(plan: int, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launches."""
+        """Write the launches of the sums of shares of the rows, and of the sum of these."""
         x = operand(node, "self")
         rows, stride = emitter.matrix(x, plan), emitter.row_stride(x, plan)
         kind = TYPES[x.meta["val"].dtype]

@@ -91,7 +91,7 @@ class EdgeSum:
 
     @staticmethod
     def emit(plan: SumPlan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launches."""
+        """Write the launches of the destinations of edges, and of the sums over them."""
         columns = emitter.vector(operand(node, "col"))
         rows = write_destinations(operand(node, "rowptr"), length(columns), emitter)
         if plan.together is not None:
@@ -162,7 +162,7 @@ class EdgeSums:
 
     @staticmethod
     def emit(plan: JointPlan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launches."""
+        """Write the launches of the destinations of edges, and of the sums over them."""
         rowptr, col = (argument_of(node, number) for number in plan.edges)
         columns = emitter.vector(col)
         rows = write_destinations(rowptr, length(columns), emitter)

@@ -44,7 +44,7 @@ class GatherRows:
 
     @staticmethod
     def emit(plan: GatherPlan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch."""
+        """Write the launch that copies the picked rows."""
         x = operand(node, "self")
         rows, ids = emitter.matrix(x, plan.width), emitter.vector(operand(node, "index"))
         size = x.meta["val"].element_size()

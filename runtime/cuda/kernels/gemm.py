@@ -284,7 +284,7 @@ class Cublas:
 
     @staticmethod
     def emit(plan: gemm.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the product and the launch."""
+        """Write the product in cuBLAS, and the launch of its row program."""
         x, w = argument_of(node, plan.x), argument_of(node, plan.weights[0].w)
         rows = shape_of(x)[0]
         tensor = emitter.matrix(x)
@@ -311,7 +311,7 @@ class CublasInt8:
 
     @staticmethod
     def emit(plan: None, node: Node, emitter: CudaEmitter) -> None:
-        """Write the product."""
+        """Write the call of the product in cuBLASLt."""
         x, w = map(emitter.exact, unpack(node, "x", "w"))
         name = emitter.fresh("v")
         emitter.call(emitter.bind(product_of_quantized, "product_of_quantized"), [x, w], result=name)

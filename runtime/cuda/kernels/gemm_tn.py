@@ -42,7 +42,7 @@ class GemmTn:
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launches."""
+        """Write the launches of the product and of the sum of its parts."""
         operands = [argument_of(node, number) for number in plan.sides]
         divisor = emitter.optional_vector(optional_argument(node, plan.divisor))
         _write(node, emitter, operands, plan.widths, plan.dtype, (None, None), divisor)
@@ -64,7 +64,7 @@ class QuantizedGemmTn:
 
     @staticmethod
     def emit(plan: tuple[int, int], node: Node, emitter: CudaEmitter) -> None:
-        """Write the launches."""
+        """Write the launches of the product and of the sum of its parts."""
         scales = unpack(node, "a_scale", "b_scale")
         vectors = list(map(emitter.optional_vector, scales))
         _write(node, emitter, unpack(node, "a", "b"), plan, torch.bfloat16, vectors, is_split=True)
@@ -159,7 +159,7 @@ class CublasTn:
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the call."""
+        """Write the call of the product in cuBLAS."""
         sides = zip(unpack(node, "a", "b"), plan.widths, strict=True)
         a, b = (emitter.matrix(value, width) for value, width in sides)
         out = emitter.allocate(node, dense=True)

@@ -40,7 +40,7 @@ class GemmTnFp32:
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launches."""
+        """Write the launches of the product and of the sum of its parts."""
         sides = [argument_of(node, number) for number in plan.sides]
         matrices = [emitter.matrix(side, width) for side, width in zip(sides, plan.widths, strict=True)]
         strides = [emitter.row_stride(side, width) for side, width in zip(sides, plan.widths, strict=True)]

@@ -30,7 +30,7 @@ class LayerNorm:
 
     @staticmethod
     def emit(plan: int, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch."""
+        """Write the launch that normalizes the rows, and stores their means and deviations."""
         x = operand(node, "input")
         rows, mean, factor = emitter.outputs(node)
         struct = Struct(plan)

@@ -82,7 +82,7 @@ class EdgeBody:
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch."""
+        """Write the launch that reduces the values of the body, or stores one for each edge."""
         _emit(plan, node, emitter)
 
 
@@ -121,7 +121,7 @@ class EdgeSddmm:
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch."""
+        """Write the launch that stores a value for each edge."""
         _emit(plan, node, emitter)
 
 

@@ -29,7 +29,7 @@ class ConcatenateRows:
 
     @staticmethod
     def emit(plan: None, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launches."""
+        """Write a launch for each operand, which copies its rows."""
         tensors: list[Any] = argument(node, "tensors")
         matrices = [emitter.matrix(value) for value in tensors]
         out = _allocate(node, emitter)
@@ -56,7 +56,7 @@ class Fill:
 
     @staticmethod
     def emit(plan: None, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch."""
+        """Write the launch that fills the result."""
         out = _allocate(node, emitter, dense=True)
         value = literal(float(argument(node, "fill_value")))
         text = f"  __device__ static float value() {{ return {value}; }}\n"

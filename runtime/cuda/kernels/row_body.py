@@ -46,7 +46,7 @@ class RowBody:
 
     @staticmethod
     def emit(plan: row_body.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch."""
+        """Write the launch of the body over the elements of the result."""
         out = emitter.allocate(node, dense=plan.width == 1)  # a vector for what reads a number a row
         stride = emitter.row_stride(node)
         together = _VECTOR if plan.width % _VECTOR == stride % _VECTOR == 0 else 1

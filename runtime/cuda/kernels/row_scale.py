@@ -18,7 +18,7 @@ class RowScale:
 
     @staticmethod
     def emit(plan: None, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch."""
+        """Write the launch that stores the scale of each row."""
         base, shift = (emitter.vector(operand(node, name)) for name in ("base", "shift"))
         out = emitter.allocate_vector(node)
         count = emitter.size(shape_of(node)[0])

@@ -36,7 +36,7 @@ class Map:
 
     @staticmethod
     def emit(plan: rowmap.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch."""
+        """Write the launch of the row program."""
         x = argument_of(node, plan.x)
         rows, stride = emitter.matrix(x, plan.width), emitter.row_stride(x, plan.width)
         kind = TYPES[x.meta["val"].dtype]

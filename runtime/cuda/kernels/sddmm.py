@@ -41,7 +41,7 @@ class Sddmm:
 
     @staticmethod
     def emit(plan: sddmm.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch."""
+        """Write the launch that stores a value for each edge."""
         a, b = unpack(node, "a", "b")
         first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
         rows = [gathered_rows(emitter, value, plan.width, plan.heads) for value in (first, second)]

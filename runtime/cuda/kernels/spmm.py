@@ -122,7 +122,7 @@ class Spmm:
 
     @staticmethod
     def emit(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch over rows or slices, and one over the windowed edge table where rows allow it."""
+        """Write the launch over rows or slices, and one over the window table where rows allow it."""
         rowptr = argument_of(node, plan.rowptr)
         edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
         value = None if plan.value is None else edge_values(emitter, node, plan.value, plan.heads)

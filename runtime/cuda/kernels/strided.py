@@ -64,7 +64,7 @@ class Strided:
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch."""
+        """Write the launch that computes the elements of the result."""
         x = first_operand(node)
         strides = _strides(x, emitter.row_stride(x))
         rows, *sizes = shape_of(node)
