@@ -188,6 +188,11 @@ def test_spelling_is_american() -> None:
     assert not found, "\n".join(["British spellings:", *found])
 
 
+def test_the_table_of_the_readme_lists_the_pipeline() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text(), re.M)
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == [step.name for step in PIPELINE]
+
+
 def test_the_headings_of_how_it_works_follow_the_pipeline() -> None:
     text = (ROOT / "docs" / "how-it-works.md").read_text()
     headings = " ".join(re.findall(r"^## (.*)$", text, re.M))
