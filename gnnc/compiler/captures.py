@@ -5,8 +5,6 @@ import re
 import warnings
 from collections import Counter
 
-from gnnc.capture.arguments import Call, Leaf
-
 _LOGGER = logging.getLogger("gnnc")
 _MANY = 8
 """Captures for one cause that are a warning."""
@@ -17,6 +15,13 @@ _ADVICE = (
     ("asks about sizes", "let forward not decide by sizes, or pad them to the same side of its question"),
     ("as a constant", "pass it as a tensor, or with few values"),
     ("has changed", "pass what changes as an argument of forward"),
+    ("the constant ", "pass it in every call, or in none"),
+    ("gradients", "call under torch.no_grad() where no gradient is used, and leave requires_grad as it is"),
+    (" mode, it was in ", "switch the whole model between train() and eval(), not modules one by one"),
+    ("autocast is ", "make every call inside of the same torch.autocast region, or outside"),
+    (", it was on ", "move arguments to the device of the model before the call"),
+    (" dimensions, it had ", "give arguments the same dimensions in every call"),
+    (", it was ", "convert arguments to one dtype before the call"),
     ("structure", "give every call the same arguments: fields of Data, keys of dicts, lengths of lists"),
     ("", "give every call this size, or a tensor in which it is the first dimension"),
 )
@@ -53,21 +58,3 @@ class CaptureLog:
                 f"in eager; the last: {reason}. Way out: {advice}",
                 stacklevel=2,
             )
-
-
-def difference(call: Call, other: Call) -> str:
-    """Return the first difference between two calls of different keys, as a reason."""
-    names, others = [leaf.name for leaf in call.leaves], [leaf.name for leaf in other.leaves]
-    if names != others:
-        missing = [name for name in others if name not in names]
-        added = [name for name in names if name not in others]
-        parts = [f"without {', '.join(missing)}"] * bool(missing) + [f"with {', '.join(added)}"] * bool(added)
-        return f"another structure of arguments: {' and '.join(parts) or 'in another order'}"
-    for leaf, known in zip(call.leaves, other.leaves, strict=True):
-        if leaf.key != known.key:
-            return f"{leaf.name} has {_text(leaf)} as a constant, it had {_text(known)}"
-    return "another structure of arguments, dtype, device or mode"
-
-
-def _text(leaf: Leaf) -> str:
-    return repr(leaf.value) if leaf.kind == "constant" else f"no {leaf.kind}"

@@ -29,7 +29,8 @@ from gnnc.capture.validate import (
 from gnnc.capture.value_guards import Number, OtherValues
 from gnnc.compiler import dump
 from gnnc.compiler.build import build_program, uncollected
-from gnnc.compiler.captures import CaptureLog, difference
+from gnnc.compiler.call_key import CallKey, key_of, reason_of
+from gnnc.compiler.captures import CaptureLog
 from gnnc.compiler.fast_path import FastPath, fast_path_of
 from gnnc.compiler.guessed_values import with_checked_guesses
 from gnnc.compiler.options import check_precisions
@@ -363,11 +364,15 @@ class Dispatch:
         validate(type(self._model).__name__, call, device, requested, types)
         return call
 
-    def _structural_key(self, call: Call) -> Any:
-        modes = tuple(module.training for module in self._modules)
-        types = tuple((t.dtype, t.dim(), t.device) for t in call.tensors)
-        wanted = wanted_gradients(self._modules, call.tensors)
-        return call.key, types, modes, autocast_mode(), wanted
+    def _structural_key(self, call: Call) -> CallKey:
+        return key_of(call, self._modules)
+
+    def _reason_again(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return why no program is for the key of a call."""
+        known = [(program, key) for key, programs in self._programs.items() for program in programs]
+        calls = [self._as_taken(call, args, kwargs, program) for program, _ in known]
+        taken = [(each, self._structural_key(each)) for each in calls]
+        return reason_of(taken, [(program.captured.call, key) for program, key in known], self._model)
 
     def _capture(
         self,
@@ -407,11 +412,8 @@ class Dispatch:
         key = self._structural_key(self._as_taken(call, args, kwargs, program))
         program.run = self._checked(program, key)
         first = "example_inputs" if examples else "the first call"
-        again = failure or first
-        if self.last is not None and failure is None:
-            taken = self._as_taken(call, args, kwargs, self.last)
-            again = difference(taken, self.last.captured.call)
-        self._log.add(self._reason or (again if self.captures else first))
+        reason = self._reason or (failure if self.captures else first)
+        self._log.add(reason or self._reason_again(call, args, kwargs))
         self._reason = None
         self.last = program
         dump.dump(type(self._model).__name__, program.snapshots)

@@ -2,7 +2,9 @@
 
 import logging
 import random
+import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch_geometric.nn import GCNConv, SAGEConv, global_add_pool
 from torch_geometric.utils import trim_to_layer
 
 import gnnc
+from gnnc.compiler.captures import CaptureLog
 
 WIDTH = 6
 
@@ -251,3 +254,107 @@ def test_fields_that_forward_reads_are_guards():
         assert_same(compiled, Data(x=x, edge_index=edge_index, kind=kind, name=kind))
     assert len(captures(compiled)) == 3
     assert "data['kind'] has 'c' as a constant" in captures(compiled)[-1]
+
+
+def reasons(calls: Iterable[Callable[[Any], object]]) -> list[str]:
+    """Return the reasons of the captures after the first, of calls of one compiled model."""
+    compiled = gnnc.compile(TwoModes().eval(), "fp32")
+    for call in calls:
+        call(compiled)
+    return captures(compiled)[1:]
+
+
+class TwoModes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = GCNConv(WIDTH, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        return self.drop(self.norm(self.conv(x, edge_index, edge_weight)))
+
+
+X, EDGES = graph(20, 60)
+
+
+def evaluate(compiled: Any, *arguments: Tensor) -> None:
+    with torch.no_grad():
+        compiled(*(arguments or (X, EDGES)))
+
+
+def evaluate_in_bf16(compiled: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        evaluate(compiled)
+
+
+CHANGES = {
+    "gradients": (lambda c: c(X, EDGES), "gradients are wanted"),
+    "train": (lambda c: evaluate(c.train()), "the model is in train mode, it was in eval mode"),
+    "a module": (
+        lambda c: (c.model.drop.train(), evaluate(c)),
+        "drop is in train mode, it was in eval mode",
+    ),
+    "two modules": (
+        lambda c: (c.model.norm.train(), c.model.drop.train(), evaluate(c)),
+        "norm is in train mode, it was in eval mode (2 of 6 modules changed)",
+    ),
+    "both": (
+        lambda c: c.train()(X, EDGES),
+        "the model is in train mode, it was in eval mode and gradients are wanted",
+    ),
+    "autocast": (evaluate_in_bf16, "autocast is bfloat16 on cpu, it was off"),
+    "dtype": (lambda c: evaluate(c, X, EDGES.int()), "edge_index is int32, it was int64"),
+    "an argument": (
+        lambda c: evaluate(c, X, EDGES, torch.ones(60)),
+        "edge_weight is a tensor, it was the constant None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_reason_names_what_has_changed(name: str) -> None:
+    call, expected = CHANGES[name]
+    assert reasons([evaluate, call]) == [expected]
+
+
+def test_the_reason_is_told_from_the_call_that_is_most_alike() -> None:
+    found = reasons([evaluate, lambda c: c.train()(X, EDGES), lambda c: evaluate(c.eval(), X, EDGES.int())])
+    assert found[-1] == "edge_index is int32, it was int64"
+
+
+def test_gradients_of_an_argument_are_no_new_structure() -> None:
+    found = reasons([lambda c: c(X, EDGES), lambda c: c(X.clone().requires_grad_(), EDGES)])
+    assert found == ["gradients of other arguments are wanted"]
+
+
+def test_the_same_leaves_in_another_container_are_another_structure() -> None:
+    compiled = compiled_of(TakesPair())
+    for pair in ((X, EDGES), [X, EDGES]):
+        evaluate(compiled, pair)
+    assert captures(compiled)[1:] == [
+        "another structure of arguments: lists, tuples or dicts are nested otherwise"
+    ]
+
+
+class TakesPair(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor] | list[Tensor]) -> Tensor:
+        x, edge_index = pair
+        return x.relu()
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("edge_weight is a tensor, it was the constant None", "in every call, or in none"),
+        ("gradients are wanted", "torch.no_grad"),
+        ("drop is in train mode, it was in eval mode", "train() and eval()"),
+        ("autocast is off, it was bfloat16 on cpu", "torch.autocast"),
+        ("x is on cpu, it was on cuda:0", "device of the model"),
+        ("x has 3 dimensions, it had 2", "same dimensions"),
+        ("x is int32, it was int64", "one dtype"),
+    ],
+)
+def test_advice_fits_the_reason(reason: str, advice: str) -> None:
+    log = CaptureLog("Net")
+    with pytest.warns(UserWarning, match=re.escape(advice)):
+        for _ in range(9):
+            log.add(reason)
