@@ -558,7 +558,7 @@ def _explain(graph: fx.Graph, partition: Partition, ctx: Context) -> None:
         if node.op != "call_function" or partition.group_of(node) or not (rows and produced):
             continue
         if reason := _reason(partition, node, produced):
-            ctx.note(node, f"{node.target} runs by itself: {reason}")
+            ctx.note(node, f"runs by itself: {reason}")
 
 
 def _reason(partition: Partition, node: Node, produced: list[Node]) -> str | None:

@@ -65,7 +65,11 @@ def _split(node: Node, tables: NodeTables, gm: fx.GraphModule, ctx: Context) -> 
         for value, is_added in part.values:
             split.add(value, part, is_added)
     node.replace_all_uses_with(split.total([part for part in parts if part not in lifted]))
-    ctx.note(node, f"{len(split.weights)} of its products are computed on the nodes that the edges read")
+    moved = len(split.weights)
+    products, verb = moved + (len(lifted) < len(parts)), "runs" if moved == 1 else "run"
+    ctx.note(
+        node, f"{moved} of {products} products {verb} on the nodes that the edges read, not on the edges"
+    )
 
 
 class _Split:

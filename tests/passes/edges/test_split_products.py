@@ -66,7 +66,7 @@ def test_only_edge_features_and_later_layers_are_multiplied_for_each_edge(name: 
     model = make().eval()
     gm, context = raised(model, *graph()[: 2 + has_features])
     assert widths_in_bodies(gm) == widths
-    assert any("computed on the nodes that the edges read" in note.text for note in context.notes)
+    assert any("on the nodes that the edges read, not on the edges" in note.text for note in context.notes)
     for sizes in SIZES:
         args = graph(*sizes)[: 2 + has_features]
         assert relative_error(run(gm, model, args, {})[0], eager(model, *args)[0]) < 1e-5
@@ -80,6 +80,13 @@ class Formula(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor, *rest: Tensor) -> Tensor:
         message = self.lin(self.function(x[edge_index[0]], x[edge_index[1]])).relu()
         return x.new_zeros(x.shape[0], message.shape[1]).index_add(0, edge_index[1], message)
+
+
+def test_a_single_product_on_the_nodes_is_told_in_the_singular():
+    model = Formula(2 * WIDTH, 24, lambda s, t: torch.cat([s, (s * t).tanh()], -1)).eval()
+    _, context = raised(model, *graph()[:2])
+    text = "1 of 2 products runs on the nodes that the edges read, not on the edges"
+    assert [note.text for note in context.notes] == [text]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +106,10 @@ def test_what_gains_nothing_stays_in_the_body(columns: int, width: int, function
 
 def test_parts_of_both_kinds_are_told_apart():
     model = Formula(3 * WIDTH, 24, lambda s, t: torch.cat([s, (s * t).tanh(), t - s], -1)).eval()
-    gm, _ = raised(model, *graph()[:2])
+    gm, context = raised(model, *graph()[:2])
     assert widths_in_bodies(gm) == [WIDTH]
+    text = "products run on the nodes that the edges read, not on the edges"
+    assert [note.text for note in context.notes] == [f"2 of 3 {text}"]
     assert relative_error(run(gm, model, graph()[:2], {})[0], eager(model, *graph()[:2])[0]) < 1e-5
 
 
