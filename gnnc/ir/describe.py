@@ -21,6 +21,7 @@ from gnnc.ir.nodes import (
     result_index,
 )
 from gnnc.ir.op import op_of
+from gnnc.ir.parts import BACKWARD_LAYER
 from gnnc.ir.qtype import QType
 from gnnc.ir.source import is_weight
 from gnnc.torch_private import OpOverload
@@ -205,6 +206,11 @@ def is_quantized(node: Node) -> bool:
 def layer_of(node: Node) -> str:
     """Return the module path of a node, empty at the root."""
     return str(node.meta.get("layer") or "")
+
+
+def shown_layer(layer: str) -> str:
+    """Return a module path as people read it: ``<model>`` for the root, where the path is empty."""
+    return f"<model> {layer}".rstrip() if layer in ("", BACKWARD_LAYER) else layer
 
 
 def assigned_name(node: Node) -> str:

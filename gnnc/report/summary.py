@@ -147,7 +147,7 @@ def _row(
     choice = next((choices[name] for name in origins if name in choices), None)
     return OpRow(
         op=" + ".join(dict.fromkeys(map(op_name, named))),
-        layer=", ".join(layers),
+        layer=", ".join(map(describe.shown_layer, layers)),
         bits=_sum_text([str(describe.bits_of(p)) for p in precisions]),
         precision=_sum_text(precisions) if choice is None else choice.precision,
         sensitivity=None if choice is None else choice.sensitivity,

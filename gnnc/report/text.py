@@ -23,6 +23,7 @@ from gnnc.report.summary import Chosen, summary_rows, summary_table
 EAGER_METHODS = "Methods in eager PyTorch"
 """Title of the section of methods that are not compiled."""
 _STAYS = "stays FP32: "
+_ALONE = "runs by itself"
 
 
 class Remark(Protocol):
@@ -169,7 +170,9 @@ def explain_text(report: ProgramReport) -> str:
     graphs = _graphs(report)
     declined = [n for n in report.notes if n.kind == "declined"]
     formats = [n for n in report.notes if n.kind == "format"]
-    told = {*declined, *formats, *(n for n in report.notes if n.text.startswith(_STAYS))}
+    alone = {node.meta["origin"] for node in _aten_nodes(graphs)}
+    stayed = [n for n in report.notes if n.text.startswith(_STAYS) or (_is_alone(n) and n.node in alone)]
+    told = {*declined, *formats, *stayed}
     others = [f"{n.pass_name}: {_note_line(n)}" for n in report.notes if n not in told]
     choice = {"Precision choice": list(report.chosen)} if report.chosen else {}
     cuts = {} if report.cuts is None else {"Cuts of the graph, measured": report.cuts}
@@ -235,7 +238,8 @@ def _collapse(lines: Sequence[str]) -> list[str]:
 def _note_line(note: Remark) -> str:
     # Numbered node names mean nothing to the reader of a printed program; the op does.
     op = re.sub(r"(_default)?(_\d+)?$", "", note.node)
-    where = " ".join(part for part in (note.layer, op) if part)
+    layer = note.layer and describe.shown_layer(note.layer)
+    where = " ".join(part for part in (layer, op) if part)
     return f"{where}: {note.text}" if where else note.text
 
 
@@ -313,8 +317,7 @@ def stayed_fp32(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:
 
 
 def _where(node: Node) -> str:
-    layer, name = describe.layer_of(node), op_name(node)
-    return f"{layer} {name}" if layer else name
+    return f"{describe.shown_layer(describe.layer_of(node))} {op_name(node)}"
 
 
 def _reason_fp32(report: ProgramReport, node: Node) -> str:
@@ -326,15 +329,28 @@ def _reason_fp32(report: ProgramReport, node: Node) -> str:
 
 
 def stayed_aten(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:
-    """Return a line for each ATen op that runs by itself, outside primitives and fused kernels."""
-    lines: list[str] = []
-    for node in _nodes(graphs):
-        if node.op not in ("call_function", "call_method", "call_module"):
-            continue
-        if node.meta["block"] or is_gnnc(node) or describe.is_free(node):
-            continue
-        lines.append(f"{_where(node)}: {_reason_aten(report, node)}")
-    return lines
+    """Return a line for each op that PyTorch runs."""
+    return [f"{_where(node)}: {_reason_aten(report, node)}" for node in _aten_nodes(graphs)]
+
+
+def _aten_nodes(graphs: Iterable[Graph]) -> list[Node]:
+    """Return the ATen ops outside of fused kernels that no kernel of a backend takes alone."""
+    return [
+        node
+        for node in _nodes(graphs)
+        if node.op in ("call_function", "call_method", "call_module")
+        and not (is_gnnc(node) or describe.is_free(node) or _has_own_kernel(node))
+    ]
+
+
+def _has_own_kernel(node: Node) -> bool:
+    """Return whether a kernel of the backend computes a node, alone or with others."""
+    return bool(node.meta["block"]) or node.meta.get("kernel") not in (None, "reference")
+
+
+def _is_alone(note: Remark) -> bool:
+    """Return whether a note says why an op is in no fused kernel."""
+    return note.text.startswith(f"{_ALONE}: ")
 
 
 def thread_dependent(report: ProgramReport) -> list[str]:
@@ -346,11 +362,11 @@ def thread_dependent(report: ProgramReport) -> list[str]:
         f"{_where(node)}: ATen divides it among threads in a way that changes its rounding"
         for node in _nodes(graphs)
         if node.op == "call_function"
-        and (report.backend == "reference" or not node.meta["block"])
+        and (report.backend == "reference" or not _has_own_kernel(node))
         and depends_on_threads(node)
     ]
 
 
 def _reason_aten(report: ProgramReport, node: Node) -> str:
     texts = [note.text for note in report.notes if note.node == node.meta["origin"]]
-    return "; ".join(dict.fromkeys(texts)) or "runs by itself, in its own precision"
+    return "; ".join(dict.fromkeys(texts)) or f"{_ALONE}, in its own precision"

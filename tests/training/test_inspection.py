@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch_geometric.nn import GATConv, GCNConv
+from torch_geometric.nn import GATConv, GCNConv, MessagePassing
 
 import gnnc
 from gnnc.ir.parts import BACKWARD, FORWARD
@@ -95,6 +95,32 @@ def attention() -> gnnc.CompiledModel:
     return compiled
 
 
+@pytest.fixture(scope="module")
+def maximum() -> gnnc.CompiledModel:
+    class Conv(MessagePassing):
+        def __init__(self) -> None:
+            super().__init__(aggr="max")
+            self.lin = nn.Linear(12, 8)
+
+        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_i: torch.Tensor, x_j: torch.Tensor) -> torch.Tensor:
+            return self.lin(torch.cat([x_i, x_i * x_j], -1)).sigmoid()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.conv = nn.Linear(6, 6), Conv()
+
+        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+            return self.conv(self.lin(x), edge_index)
+
+    compiled = gnnc.compile(Net().train(), "int8", backend="cpu")
+    compiled(torch.randn(50, 6), torch.randint(50, (2, 200))).sum().backward()
+    return compiled
+
+
 def test_a_kernel_that_dequantizes_what_it_loads_counts_as_quantized(attention: gnnc.CompiledModel) -> None:
     stayed = attention.explain().partition("Stayed FP32\n")[2].partition("\n\n")[0]
     assert "conv1 (backward) attention_backward" not in stayed
@@ -106,3 +132,27 @@ def test_a_kernel_that_dequantizes_what_it_loads_counts_as_quantized(attention: 
         "attention_backward conv1, conv1 (backward) 8 int8",
         "attention_backward conv2 (backward) 32 fp32",
     ]
+
+
+def section(compiled: gnnc.CompiledModel, title: str) -> list[str]:
+    """Return the lines of a section of explain()."""
+    return compiled.explain().partition(f"\n\n{title}\n  ")[2].partition("\n\n")[0].split("\n  ")
+
+
+def test_what_a_kernel_of_the_backend_computes_has_not_stayed_in_aten(attention: gnnc.CompiledModel) -> None:
+    converted = [line for line in str(attention).splitlines() if "aten._to_copy(" in line]
+    assert [line.split()[-1] for line in converted if line.startswith("    d")] == ["map"] * 3
+    assert section(attention, "Stayed ATen") == ["conv2 (backward) sum: runs by itself, in its own precision"]
+
+
+def test_why_an_op_runs_by_itself_is_told_once(maximum: gnnc.CompiledModel) -> None:
+    reason = "conv (backward) div: runs by itself: it is not local to a row"
+    assert reason in section(maximum, "Stayed ATen")
+    assert maximum.explain().count(reason) == 1
+    assert "fuse: conv message: runs by itself: it is not local to a row" in maximum.explain()
+
+
+def test_what_belongs_to_no_layer_belongs_to_the_model(attention: gnnc.CompiledModel) -> None:
+    line = "<model> (backward) relu_backward: relu_backward has no low-precision form"
+    assert line in section(attention, "Stayed FP32")
+    assert "<model> (backward)" in attention.summary()
