@@ -89,16 +89,16 @@ def pareto(
         *inputs: the arguments of a call; the precisions are chosen and the times taken on them.
         labels: int64 ``[rows]``, the class of each row of the first output; negative ones are left out.
             With them accuracy is measured and drawn, else the output's error.
-        path: where to draw it, ``.svg`` or ``.png``; None draws nothing.
+        path: file of the drawing, ``.svg`` or ``.png``; None draws nothing.
         budgets: error budgets for ``auto``.
-        backend: as for ``gnnc.compile``.
+        backend: the backend, see ``gnnc.compile``.
 
     Returns:
         The points, which ``draw`` again.
 
     Raises:
         InputError: the labels do not fit the output, or the suffix of ``path`` is unknown.
-        GnncError: as ``gnnc.compile``.
+        GnncError: ``gnnc.compile`` refuses the model or the backend.
     """
     if path is not None:
         _check_suffix(path)

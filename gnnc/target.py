@@ -187,7 +187,8 @@ class Target:
         attention_features: whether that kernel has dot products and sums of edge features, for so many heads,
             columns of a head and features, and rows of a dtype.
         attention_backward: columns of a head, at most, of its ``gnnc.attention_backward``; 0: no kernel.
-        body_attention_backward: the same of its ``gnnc.body_attention_backward``.
+        body_attention_backward: columns of a head, at most, of its ``gnnc.body_attention_backward``; 0: no
+            kernel.
         quantized_attention_gradients: whether that kernel reads quantized rows.
         static_features: whether its programs keep the quantized values of arguments that stay the same.
         quantized_columns: columns of the widest FP32 row that a product reads once to quantize; None: any.

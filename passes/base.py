@@ -45,13 +45,13 @@ class Context:
     Attributes:
         precision: the precision asked for.
         overrides: module-path glob to precision.
-        target: what passes may know of the backend.
+        target: facts of the backend that passes may use.
         examples: values of the placeholders of the captured graph, in order, or None.
         step: values of the placeholders of the joint graph, on which ``auto`` measures a training step, or
             None; the scales of training are taken at each call, so that its ``examples`` are None.
         error_budget: relative L2 error allowed on the output, for ``auto``; in training on gradients too.
         plan: precisions by layer that the user gave, or None.
-        choice: what ``auto`` weighed and chose; made by ``assign`` where it is not given.
+        choice: the options of ``auto`` and its choice; ``assign`` makes it where it is not given.
         notes: remarks of the passes.
         timings: seconds that each pass took.
     """

@@ -151,7 +151,7 @@ class _Cut:
 
     Attributes:
         gm: the joint graph, whose calls are marked.
-        count: how many of its outputs are the caller's.
+        count: number of its outputs that are the caller's.
         again: nodes of the forward graph that the backward graph computes again.
         precision: the precision of the program, in which matrices are saved.
         rounds_again: whether products round the caller's inputs as they load them: no copy of these is kept.

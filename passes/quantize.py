@@ -240,7 +240,7 @@ class _Builder:
         node: the primitive to be replaced.
         ctx: takes notes.
         observed: the observation of an aggregation's input, or None.
-        max_error: as in ``Quantize``.
+        max_error: mean relative error of a row up to which a granularity is good enough.
         is_scaled: whether the kernel that computes the input finds its scale.
         gradients: rounding of the nodes that depend on the gradient of an output.
         ones: scales of one for each row, by the rows that arrived without scales.

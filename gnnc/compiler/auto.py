@@ -35,15 +35,15 @@ class _Try:
     """One way to lower the model.
 
     Attributes:
-        name: for people.
+        name: label of this way, for reports.
         stages: the passes from ``assign`` on.
-        context: what they learned.
+        context: the request and the notes of these passes.
         seconds: predicted time of the lowered program.
         measured: seconds of a run on the examples, where the backend's programs are timed.
         observed: measured times of single ops, for each graph.
         error: the largest error of a judged value on the examples.
-        grown: the same had their values been ``GROWTH`` times as large as those that static scales
-            came from.
+        grown: the largest error of a judged value on examples that are ``GROWTH`` times as large as those
+            that static scales came from.
     """
 
     name: str
@@ -79,15 +79,16 @@ def run_auto(
 ) -> tuple[list[Stage], Context]:
     """Run the passes with the precisions that are predicted fastest within the error budget.
 
-    Without examples the choice is carried out as it is, but a program that trains takes one precision for all
-    ops, and leaves a note: a graph alone does not tell the errors of gradients. With them, it is run, on the
-    examples and with static scales that are too small for them, as those of another graph's values may be:
-    over budget, it is made again under a tighter limit, at most ``MAX_TIGHTENINGS`` times, and then falls
-    back to FP32.
-    Last, it is held against every uniform precision that keeps the budget, in both runs: where one of
-    those is predicted faster once lowered, it is taken. Where the backend's programs are timed, all of
-    them are; the choice is made again from the times that launches of theirs took, and what took least
-    is taken.
+    Without examples the predicted choice is taken as it is. A program that trains then takes one precision
+    for all ops, and leaves a note, since a graph alone does not show the errors of gradients.
+
+    With examples the choice is run twice: on the examples, and with static scales that are too small for
+    them, as the values of another graph may require. Over budget, the choice is made again under a tighter
+    limit, at most ``MAX_TIGHTENINGS`` times, and then falls back to FP32.
+
+    Last, the choice is compared with every uniform precision that keeps the budget in both runs; where one of
+    these is predicted faster once lowered, it is taken. Where the backend times programs, all of them are
+    timed, the choice is made again from the measured times of launches, and the fastest program is taken.
 
     Args:
         parts: the captured program.

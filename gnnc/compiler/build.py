@@ -62,7 +62,7 @@ def build_program(
         model: the model, in the mode to capture.
         args: positional arguments of the call.
         kwargs: its keyword arguments.
-        options: what was asked of ``gnnc.compile``.
+        options: the options of ``gnnc.compile``.
         pool: memory for outputs.
         use_examples: the arguments are representative: take static scales from them.
         known: programs of such calls, none of which serves this one.

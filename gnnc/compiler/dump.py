@@ -35,7 +35,7 @@ def dump(name: str, stages: Iterable[tuple[str, Parts]]) -> Path | None:
     compilation's folder is never written again.
 
     Args:
-        name: what was compiled, such as the model's class.
+        name: name of the compiled thing, such as the model's class.
         stages: pass names with the graphs after each.
 
     Returns:

@@ -49,9 +49,10 @@ class _Check:
     Attributes:
         ids: position of the input's tensor.
         limit: the limit, or the position of the tensor and the dimension that say it.
-        bounds: what ``raise`` found.
-        whole: whether they bound all of the tensor.
-        is_pointer: it is the offsets of a compressed matrix, and the limit its number of entries.
+        bounds: the bounds, as ``raise`` found them.
+        whole: whether the bounds hold for all of the tensor.
+        is_pointer: whether the tensor holds the offsets of a compressed matrix; the limit is then its number
+            of entries.
     """
 
     ids: int
@@ -74,8 +75,8 @@ class Bounds:
     """The index bounds of a program.
 
     Args:
-        guards: what the flat input tensors look like.
-        bounds: what ``raise`` found; those whose size is no input's are checked by ``gnnc.csr``.
+        guards: shapes and dtypes that the flat input tensors must have.
+        bounds: the bounds that ``raise`` found; those whose size is no input's are checked by ``gnnc.csr``.
     """
 
     def __init__(self, guards: Sequence[InputGuard], bounds: Sequence[IndexBound]) -> None:

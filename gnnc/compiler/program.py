@@ -88,7 +88,7 @@ class Knowledge:
             never measured.
         gains: receptive-field gain, by name of the primitive before it was quantized.
         choices: option, sensitivity and next best of each primitive, by the same name.
-        chosen: what is to be said of the choice.
+        chosen: lines of the report on the choice.
     """
 
     predicted: Mapping[tuple[str, str], float]
@@ -105,15 +105,15 @@ class Program:
         captured: the traced call; the tensors of its arguments are the caller's alone again.
         backend: the backend that it is lowered for.
         snapshots: (pass name, graphs after it), the captured graph first.
-        context: what the passes noted.
+        context: the request, with the notes of the passes.
         executable: the lowered compute graph.
         run: function of a call: takes its flat tensors and returns the model's result.
         bind: takes a replacement of ``executable`` and one of ``runner``; returns the function of a call that
             runs these, with the result of the lowered graph in place of the model's.
         timings: measured seconds by name of the graph and of the node, from ``profile``.
         floors: seconds that the compulsory bytes of each node take at copy bandwidth, by the same names.
-        tuned: what ``tune`` measured of cuts of the graph, to be printed; None: nothing was.
-        seconds: how long compiling took, by phase.
+        tuned: measurements of the graph's cuts by ``tune``, to be printed; None: there are none.
+        seconds: compile time by phase.
         scaled_weights: the weights that static scales were taken with; None: the program has no such scale.
         features: the program of quantized arguments, which are cached; None: there are none.
         dynamic: the program of calls that the static scales do not suit, compiled at the first of them.

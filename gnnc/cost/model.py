@@ -43,9 +43,9 @@ class Term:
 
     Attributes:
         name: the kind of work, such as ``gather.int8.row``.
-        amount: how often, or how many bytes.
-        held: bytes of the memory that is touched, which decide the cache that they come from; None
-            where that does not matter.
+        amount: number of units of that work, or of bytes.
+        held: bytes of memory that the work touches, which decide the cache that holds them; None where the
+            cache does not matter.
     """
 
     name: str

@@ -257,7 +257,7 @@ def qgemm_tn_reference(
         a: quantized or floating ``[N, .., K]``.
         b: quantized or floating ``[N, .., O]``.
         a_scale: float32 ``[N]``, scales along the first dimension of a quantized ``a``; None: it is floating.
-        b_scale: the same of ``b``.
+        b_scale: float32 ``[N]``, scales along the first dimension of a quantized ``b``; None: it is floating.
 
     Returns:
         float32 ``[K, O]``: the sums of products of ``float(q) * scale``.

@@ -26,9 +26,9 @@ def tidy(axes: Axes, title: str, *, grid: Literal["x", "y", "both"] = "both", si
 
     Args:
         axes: the panel.
-        title: at its upper left.
-        grid: which lines it has.
-        size: of the numbers, in points.
+        title: text at the panel's upper left.
+        grid: axes with grid lines.
+        size: font size of the numbers, in points.
     """
     axes.set_title(title, fontsize=size + 2, color=INK, loc="left")
     axes.tick_params(labelsize=size, colors=MUTED)

@@ -32,7 +32,7 @@ class Named:
         graph: the graph, every fused submodule inlined.
         symbols: names of its sizes.
         names: names of its values.
-        outputs: what each output is called, by the output node's name before inlining.
+        outputs: the name of each output, by the output node's name before inlining.
     """
 
     graph: Graph
@@ -262,7 +262,7 @@ def value_names(
         graph: a graph without fused submodules (see ``gnnc.ir.describe.inline``).
         symbols: names of the sizes.
         given: names that other parts use for the values that they pass to this one, by source.
-        floats: what names of float results that are not edge tensors start with.
+        floats: prefix of the names of float results that are not edge tensors.
     """
     namer = _Namer(symbols, given or {}, floats)
     return {node: namer.name(node) for node in graph.nodes if node.op != "output"}

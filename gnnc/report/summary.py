@@ -80,7 +80,7 @@ class Chosen:
     Attributes:
         precision: the option that it took.
         sensitivity: the error of the output that it makes alone.
-        alternative: as in ``OpRow``.
+        alternative: the next best option, see ``OpRow``.
     """
 
     precision: str

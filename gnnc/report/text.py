@@ -70,8 +70,8 @@ class ProgramReport:
         measured: seconds by name of a graph and of its node, from ``profile()``.
         floors: seconds that its compulsory bytes take at copy bandwidth, by the same names.
         gains: receptive-field gain of each primitive, by its name before it was quantized.
-        choices: what ``auto`` knows of each primitive, by the same name.
-        chosen: what ``auto`` says of its choice, a line each.
+        choices: knowledge of ``auto`` about each primitive, by the same name.
+        chosen: lines of the report of ``auto`` on its choice.
         eager: names of methods that were taken from the compiled model, and are not compiled.
         gradient_errors: relative L2 errors of a step on the example inputs, where a pass asks for them.
         launches: how calls make their launches, as replays or a CUDA graph; None: one by one.
@@ -103,7 +103,7 @@ class Quantized:
     Attributes:
         ops: kind of op to (how many are quantized, how many there are).
         weights: (how many weights of GEMMs are quantized, how many there are).
-        halved: how many of the ops run in a 16-bit float, by its name.
+        halved: number of ops that run in a 16-bit float, by the name of the float.
     """
 
     ops: dict[str, tuple[int, int]]

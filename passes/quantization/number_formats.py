@@ -26,8 +26,8 @@ class Option:
     """One way to compute a primitive.
 
     Attributes:
-        precision: of its operands.
-        granularity: which rows of an aggregation's input share a scale; None where the precision
+        precision: precision of the primitive's operands.
+        granularity: the rows of an aggregation's input that share a scale; None where the precision
             leaves no choice.
     """
 

@@ -55,7 +55,7 @@ class DifferentiatedGraph:
         """Return the gradients of the leaves, with their history.
 
         Args:
-            state: as ``state`` has returned it for the forward pass.
+            state: the result of ``state`` for the forward pass.
             tangents: the gradient of each differentiable output, by its number.
 
         Raises:

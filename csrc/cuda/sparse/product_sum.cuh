@@ -27,7 +27,7 @@
 
 namespace gnnc {
 
-// Exact sums of int8 rows without weights, on the tensor cores (see above).
+// Exact sums of int8 rows without weights, on the tensor cores; the head of this file describes them.
 template <class Layout>
 struct ByteSum {
   using Word = int32_t;
@@ -70,7 +70,8 @@ struct ByteSum {
 // The weight of an edge: none, a signed 8-bit integer, a positive 8-bit integer (a power of two), or a real number.
 enum class Weight { none, signed8, power8, real };
 
-// Weighted sums of int8 rows by dp2a, exact for integer weights and in fixed point for real weights (see above).
+// Weighted sums of int8 rows by dp2a, exact for integer weights and in fixed point for real weights; the head of this
+// file describes them.
 template <class Layout, Weight kWeight>
 struct ByteProducts {
   static constexpr bool kReal = kWeight == Weight::real;
@@ -191,7 +192,7 @@ struct ByteProducts {
   }
 };
 
-// FP32 sums of fp16 or bf16 rows without weights, on the tensor cores (see above).
+// FP32 sums of fp16 or bf16 rows without weights, on the tensor cores; the head of this file describes them.
 template <class Layout>
 struct HalfSum {
   static constexpr bool kBf16 = Layout::kElement == Element::bf16;
