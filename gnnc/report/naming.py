@@ -129,7 +129,7 @@ class Symbols:
         self._names: dict[sympy.Symbol, sympy.Expr] = {}
         self._taken: set[str] = set()
         nodes = list(graph.nodes)
-        for node in nodes:
+        for node in (*nodes, *nodes):  # a size of two symbols waits for the placeholder that gives one
             self._adopt(node, given or {})
         for node in sorted(nodes, key=_appearance):
             self._name_sizes(node.meta.get("val"), _counts_nodes(node))
@@ -161,11 +161,19 @@ class Symbols:
         if source is None or source not in given:
             return
         for size, known in zip(_all_sizes(node.meta.get("val")), given[source], strict=False):
-            symbol = _only_symbol(size)
-            if symbol is not None and symbol not in self._names:
-                # size = symbol + constant, and it is ``known`` in the other part
-                self._names[symbol] = known - (size.node.expr - symbol)
+            symbol = self._only_unknown(size)
+            if symbol is not None:
+                # size = symbol + rest, and it is ``known`` in the other part
+                self._names[symbol] = known - (size.node.expr - symbol).xreplace(self._names)
                 self._taken.update(str(name) for name in known.free_symbols)
+
+    def _only_unknown(self, size: Any) -> sympy.Symbol | None:
+        """Return the symbol without a name of a size that is this symbol and something else, added up."""
+        if not isinstance(size, torch.SymInt):
+            return None
+        unknown = [symbol for symbol in size.node.expr.free_symbols if symbol not in self._names]
+        is_sum = len(unknown) == 1 and unknown[0] not in (size.node.expr - unknown[0]).free_symbols
+        return unknown[0] if is_sum else None
 
     def _name_sizes(self, value: Any, counts_nodes: bool = False) -> None:
         if isinstance(value, tuple | list):
@@ -197,16 +205,6 @@ def _all_sizes(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, int | torch.SymInt) else ()
 
 
-def _only_symbol(size: Any) -> sympy.Symbol | None:
-    """Return the symbol of a size of the form "symbol + constant"."""
-    if not isinstance(size, torch.SymInt):
-        return None
-    for symbol in size.node.expr.free_symbols:
-        if (size.node.expr - symbol).is_number:
-            return symbol
-    return None
-
-
 def _appearance(node: Node) -> int:
     """Sort key: inputs that say what their sizes mean come first, then the order of the graph."""
     value = node.meta.get("val")
@@ -229,8 +227,10 @@ def _letter(value: torch.Tensor, dim: int) -> str:
     if not _is_index(value):
         return "N" if dim == 0 else "F"
     size = value.shape[0]
-    if value.dim() == 1 and isinstance(size, torch.SymInt) and not size.node.expr.is_Symbol:
-        return "N"  # rowptr: N + 1
+    if value.dim() == 1 and isinstance(size, torch.SymInt):
+        symbols = size.node.expr.free_symbols
+        if len(symbols) == 1 and size.node.expr not in symbols:
+            return "N"  # rowptr: N + 1, unlike the columns with loops: E1 + N
     return "E"
 
 
