@@ -83,8 +83,8 @@ def run_auto(
     for all ops, and leaves a note, since a graph alone does not show the errors of gradients.
 
     With examples the choice is run twice: on the examples, and with static scales that are too small for
-    them, as the values of another graph may require. Over budget, the choice is made again under a tighter
-    limit, at most ``MAX_TIGHTENINGS`` times, and then falls back to FP32.
+    them, as they may be for the values of another graph. Over budget, the choice is made again under a
+    tighter limit, at most ``MAX_TIGHTENINGS`` times, and then falls back to FP32.
 
     Last, the choice is compared with every uniform precision that keeps the budget in both runs; where one of
     these is predicted faster once lowered, it is taken. Where the backend times programs, all of them are
@@ -93,7 +93,7 @@ def run_auto(
     Args:
         parts: the captured program.
         pipeline: the passes.
-        context: what they share.
+        context: the request that the passes serve, and their notes.
         check_finite: whether calls will look for values that are not finite: what is timed is what will run.
 
     Raises:
