@@ -23,7 +23,7 @@ class ExactValues:
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Annotate the graph; nothing else changes."""
-        for node, (reader, outcome) in exact_values(gm.graph).items():
+        for node, reader in exact_values(gm.graph).items():
             if node.op == "call_function":
-                node.meta[EXACT] = f"its result feeds {reader}, {outcome}, which reads no rounded values"
+                node.meta[EXACT] = f"its result feeds {reader}, which reads no rounded values"
         return gm

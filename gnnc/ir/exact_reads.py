@@ -7,6 +7,7 @@ element equals it if a common input is rounded.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -14,16 +15,34 @@ from torch.fx import Node
 
 from gnnc.ir.aten import CASTS, EXACT_READS, EXPONENTIALS, SHAPE_ONLY, TO_INTEGER, ExactReads
 from gnnc.ir.body import parse_body
+from gnnc.ir.describe import layer_of, shown_layer
 from gnnc.ir.nodes import argument, aten_name, is_result, op_name, result_index
 from gnnc.ir.op import has_body
+from gnnc.ir.parts import BACKWARD_LAYER
 from gnnc.ir.signs import Operands, is_never_positive
 from gnnc.ir.thresholds import is_continuous, is_saturated
 
 EXACT = "exact"
 """Key in the meta of nodes whose values must not be rounded: the reason, for people."""
 
-Reader = tuple[str, str]
-"""The name of an op that reads exact values, and the kind of its outcome."""
+
+class Reader(NamedTuple):
+    """An op that reads exact values.
+
+    Attributes:
+        op: its name.
+        outcome: the kind of its outcome, for people.
+        layer: path of its module; of an op in a body, that of the node with the body.
+    """
+
+    op: str
+    outcome: str
+    layer: str
+
+    def __str__(self) -> str:
+        path, is_backward, _ = self.layer.rpartition(BACKWARD_LAYER)
+        where = f" in the gradient of {shown_layer(path.strip())}" if is_backward else ""
+        return f"{self.op}, {self.outcome}{where}"
 
 
 def exact_values(graph: fx.Graph) -> dict[Node, Reader]:
@@ -35,14 +54,20 @@ def exact_values(graph: fx.Graph) -> dict[Node, Reader]:
     roots = {
         operand: reader
         for node in graph.nodes
-        for operand, reader in _exact_operands(node)
+        for operand, reader in _exact_operands(node, node)
         if _is_float(operand)
     }
     return _with_sources(roots, lambda node: filter(_is_float, node.all_input_nodes))
 
 
-def _exact_operands(node: Node, inside: Operands | None = None) -> Iterator[tuple[Node, Reader]]:
-    """Yield the operands that a node reads exactly; ``inside``: the operands of the body that it is in."""
+def _exact_operands(node: Node, whole: Node, inside: Operands | None = None) -> Iterator[tuple[Node, Reader]]:
+    """Yield the operands that a node reads exactly.
+
+    Args:
+        node: a node of a graph, or of the body of one.
+        whole: the node of the graph.
+        inside: the operands of the body.
+    """
     if has_body(node):
         operands = Operands.of(node)
         yield from ((operands.values[name], reader) for name, reader in _inputs_of_body(node, operands))
@@ -52,7 +77,7 @@ def _exact_operands(node: Node, inside: Operands | None = None) -> Iterator[tupl
         return
     for operand in [argument(node, name) for name in reads.operands] or node.all_input_nodes:
         if isinstance(operand, Node):
-            yield operand, (op_name(node), reads.outcome)
+            yield operand, Reader(op_name(node), reads.outcome, layer_of(whole))
 
 
 def _inputs_of_body(node: Node, operands: Operands) -> Iterator[tuple[str, Reader]]:
@@ -78,7 +103,9 @@ def exact_in_body(node: Node) -> dict[Node, Reader]:
 
 def _exact_in_body(node: Node, operands: Operands) -> dict[Node, Reader]:
     graph = parse_body(argument(node, "body")).graph
-    roots = {operand: reader for inner in graph.nodes for operand, reader in _exact_operands(inner, operands)}
+    roots = {
+        operand: reader for inner in graph.nodes for operand, reader in _exact_operands(inner, node, operands)
+    }
     return _with_sources(roots, lambda inner: inner.all_input_nodes)
 
 

@@ -135,7 +135,7 @@ def _why_full(product: BodyProduct, reader: Reader | None) -> str | None:
         return f"an inner width of {product.sizes[-1]} gains less in low precision than its rounding takes"
     if reader is None:
         return None
-    return f"its result feeds {reader[0]} in the body, {reader[1]}, which reads no rounded values"
+    return f"its result feeds {reader.op} in the body, {reader.outcome}, which reads no rounded values"
 
 
 def multiply_low(build: Any) -> Node | None:

@@ -152,6 +152,13 @@ def test_why_an_op_runs_by_itself_is_told_once(maximum: gnnc.CompiledModel) -> N
     assert "fuse: conv message: runs by itself: it is not local to a row" in maximum.explain()
 
 
+def test_a_comparison_that_forward_does_not_make_is_said_to_be_of_a_gradient(
+    maximum: gnnc.CompiledModel,
+) -> None:
+    feeds = "its result feeds ne, a comparison in the gradient of conv, which reads no rounded values"
+    assert {f"lin gemm: {feeds}", f"conv message: {feeds}"} <= set(section(maximum, "Stayed FP32"))
+
+
 def test_what_belongs_to_no_layer_belongs_to_the_model(attention: gnnc.CompiledModel) -> None:
     line = "<model> (backward) relu_backward: relu_backward has no low-precision form"
     assert line in section(attention, "Stayed FP32")
