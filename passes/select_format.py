@@ -18,6 +18,7 @@ class SelectFormat:
 
     The kernel says which formats it reads. Where there are several, the cheapest for a graph depends on sizes
     that only a call knows: all are noted, and the runtime builds the one that costs least for that graph.
+    A backend of one format leaves nothing to choose, and has no reasons.
     """
 
     name: ClassVar[str] = "select_format"
@@ -36,8 +37,9 @@ def _note_formats(node: Node, lowering: Lowering, ctx: Context) -> None:
     formats = tuple(lowering.formats(node))
     if formats:
         node.meta["format"] = formats
-        reason = _reason(formats, ctx.target.formats)
-        ctx.note(node, f"kernel {node.meta['kernel']} reads {reason}", "format")
+        if len(ctx.target.formats) > 1:
+            reason = _reason(formats, ctx.target.formats)
+            ctx.note(node, f"kernel {node.meta['kernel']} reads {reason}", "format")
 
 
 def _reason(formats: Sequence[Format], of_target: Sequence[Format]) -> str:
@@ -46,6 +48,4 @@ def _reason(formats: Sequence[Format], of_target: Sequence[Format]) -> str:
         rules = "; ".join(f"{found} where {found.rule}" for found in others)
         return f"{first} or {', '.join(map(str, others))}, whichever costs less for a graph: {rules}"
     unread = [str(found) for found in of_target if found not in formats]
-    if not unread:
-        return f"{first}: the backend has no other format"
     return f"{first}: it has no form for {' or '.join(unread)}"

@@ -110,8 +110,13 @@ class Quantized:
     weights: tuple[int, int]
     halved: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def total(self) -> tuple[int, int]:
+        """Return how many ops of all kinds are quantized, and how many there are."""
+        return sum(done for done, _ in self.ops.values()), sum(total for _, total in self.ops.values())
+
     def __str__(self) -> str:
-        done, total = (sum(counts[i] for counts in self.ops.values()) for i in range(2))
+        done, total = self.total
         kinds = ", ".join(f"{kind} {k}/{n}" for kind, (k, n) in self.ops.items())
         ops = f"quantized {done} of {total} ops" + (f" ({kinds})" if kinds else "")
         halved = "".join(f", {n} ops in {name}" for name, n in self.halved.items())
@@ -160,9 +165,17 @@ def _of_part(seconds: Mapping[tuple[str, str], float], part: str) -> dict[str, f
 def header_lines(report: ProgramReport) -> list[str]:
     """Return "quantized k of n", what was compiled, and a line for each op that stayed FP32."""
     graphs = _graphs(report)
-    title = f"{report.model}, {report.precision} on backend {report.backend}"
     stayed = stayed_fp32(report, graphs)
-    return [str(count_quantized(graphs)), title, *(f"stayed FP32: {line}" for line in stayed)]
+    return [*_head(report, graphs), *(f"stayed FP32: {line}" for line in stayed)]
+
+
+def _head(report: ProgramReport, graphs: Sequence[Graph]) -> list[str]:
+    """Return "quantized k of n", of a program with gradients also by direction, and what was compiled."""
+    counts = str(count_quantized(graphs))
+    if report.parts.backward is not None:
+        (k, n), (k_back, n_back) = (count_quantized([graph]).total for graph in graphs)
+        counts += f"; forward {k} of {n}, backward {k_back} of {n_back}"
+    return [counts, f"{report.model}, {report.precision} on backend {report.backend}"]
 
 
 def explain_text(report: ProgramReport) -> str:
@@ -191,13 +204,11 @@ def explain_text(report: ProgramReport) -> str:
         ),
         **({"Last bits depend on the number of threads": threads} if threads else {}),
         "Kernels that declined": [_note_line(note) for note in declined],
-        "Formats": [_note_line(note) for note in formats],
+        **({"Formats": [_note_line(note) for note in formats]} if formats else {}),
         "Decisions of the passes": others,
         "Captures": [f"{i}. {reason}" for i, reason in enumerate(report.captures, 1)],
     }
-    head = [f"{report.model}, {report.precision} on backend {report.backend}"]
-    head.append(str(count_quantized(graphs)))
-    return "\n".join(head) + "".join(_section(*section) for section in sections.items())
+    return "\n".join(_head(report, graphs)) + "".join(_section(*section) for section in sections.items())
 
 
 def uncaptured_text(model: str, methods: Sequence[str]) -> str:

@@ -67,11 +67,16 @@ class Replays:
 
     def __str__(self) -> str:
         """Return how a call makes its launches."""
-        text = f"{self.launches} kernels in {self.count} {'call' if self.count == 1 else 'calls'} of C++"
+        kernels, calls = _counted(self.launches, "kernel"), _counted(self.count, "C++ call")
+        text = f"{kernels}, launched by {calls}"
         if not self.single:
             return text
         names = ", ".join(dict.fromkeys(self.single))
         return f"{text}; {names} from Python, with numbers that depend on the call"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def replays(emitter: Emitter, results: Iterable[Expr]) -> Replays | None:

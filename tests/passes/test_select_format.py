@@ -49,10 +49,10 @@ def formats_of(result: gnnc.CompiledModel) -> list[tuple[Any, ...]]:
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_the_cpu_has_the_csr_alone_and_says_so(backend: str) -> None:
+def test_the_cpu_has_the_csr_alone_and_explains_no_choice(backend: str) -> None:
     result = compiled(GCN(64, 64, 2), backend)
     assert formats_of(result) == [(CSR,)] * 2
-    assert "reads csr: the backend has no other format" in result.explain()
+    assert "Formats" not in result.explain()
     assert "; csr" in str(result)
 
 

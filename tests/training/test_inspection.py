@@ -126,7 +126,8 @@ def test_a_kernel_that_dequantizes_what_it_loads_counts_as_quantized(attention: 
     assert "conv1 (backward) attention_backward" not in stayed
     assert "conv2 (backward) attention_backward: a row of 7 FP32 values" in stayed
     counts = "quantized 5 of 13 ops (gemm 3/5, spmm 2/4, sddmm 0/2, softmax 0/2), 1 of 2 weights"
-    assert str(attention).startswith(counts)
+    head = f"{counts}; forward 2 of 8, backward 3 of 5\nNet, int8 on backend cpu\n"
+    assert str(attention).startswith(head) and attention.explain().startswith(head)
     rows = [row for row in attention.summary().splitlines() if row.startswith("attention_backward")]
     assert sorted(" ".join(row.split()).split(" - ")[0] for row in rows) == [
         "attention_backward conv1, conv1 (backward) 8 int8",

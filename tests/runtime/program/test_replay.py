@@ -192,4 +192,9 @@ def test_explain_says_how_calls_launch(compiled: Any) -> None:
     with torch.no_grad():
         compiled(*random_graph(30, 120))
     replays = compiled._dispatch.last.executable.replays
-    assert f"{replays.launches} kernels in {replays.count} call" in compiled.explain()
+    assert f"{replays.launches} kernels, launched by {replays.count} C++ call" in compiled.explain()
+
+
+def test_launches_are_told_in_the_singular_and_in_the_plural() -> None:
+    assert str(Replays(launches=1, count=1)) == "1 kernel, launched by 1 C++ call"
+    assert str(Replays(launches=8, count=2)) == "8 kernels, launched by 2 C++ calls"
