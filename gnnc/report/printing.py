@@ -57,6 +57,12 @@ _WHEN = {
     FORWARD: "runs at every call",
     BACKWARD: "runs when gradients are computed",
 }
+LEGEND = (
+    "# comments: type | layer | precision | what shares a scale | kernel, format or remark (no empty columns)",
+    "# a with block is one kernel; of its values only those that it stores go to memory",
+)
+"""Lines that explain the comments of a program."""
+
 _KINDS = (
     "gemm",
     "gemm_tn",
@@ -78,7 +84,7 @@ def format_graph(gm: GraphModule, *, name: str = "forward", notes: Mapping[str, 
         name: the function's name.
         notes: a remark for a node, by node name; it ends the node's comment.
     """
-    return _Printer(name_graph(gm), notes or {}).function(name)
+    return _Printer(name_graph(gm), notes or {}, {}).function(name)
 
 
 def graph_source(gm: GraphModule, name: str = "forward") -> str:
@@ -105,16 +111,19 @@ def namespace(gm: GraphModule | None = None) -> dict[str, Any]:
 
 
 def format_program(parts: Parts, header: Sequence[str] = (), notes: Mapping[str, str] | None = None) -> str:
-    """Return a compiled program: header lines, then each of its parts as a function.
+    """Return a compiled program: header lines and a legend, then each of its parts as a function.
+
+    A message body that two parts compute is defined above the first.
 
     Args:
         parts: the graphs of the program.
         header: plain lines that come first, such as ``gnnc.report.text.header_lines`` gives.
         notes: a remark for a node of any part, by node name.
     """
-    texts = ["\n".join(header)] if header else []
+    texts = ["\n".join(header), "\n".join(LEGEND)] if header else []
+    bodies: dict[str, str] = {}
     for part, named in name_program(parts).items():
-        text = _Printer(named, notes or {}).function(PART_TITLES[part])
+        text = _Printer(named, notes or {}, bodies).function(PART_TITLES[part])
         remarks = crossing_lines(named) if part == BACKWARD else []
         texts.append("\n".join([f"# {_WHEN[part]}", *remarks, text]))
     return "\n\n".join(texts)
@@ -130,12 +139,13 @@ class _Line:
 
 
 class _Printer:
-    def __init__(self, named: Named, notes: Mapping[str, str]) -> None:
+    def __init__(self, named: Named, notes: Mapping[str, str], bodies: dict[str, str]) -> None:
         self._graph = named.graph
         self._names = named.names
         self._named = named
         self._notes = notes
-        self._bodies: dict[str, str] = {}
+        self._bodies = bodies
+        self._defined = len(bodies)
         self._folded = _unpacked(named.graph)
 
     def function(self, name: str) -> str:
@@ -262,7 +272,8 @@ class _Printer:
         return _constant(value)
 
     def _body_definitions(self) -> str:
-        return "".join(f"{_body(name, text)}\n\n" for text, name in self._bodies.items())
+        new = list(self._bodies.items())[self._defined :]
+        return "".join(f"{_body(name, text)}\n\n" for text, name in new)
 
 
 def _body(name: str, text: str) -> str:

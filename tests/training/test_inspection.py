@@ -1,5 +1,7 @@
 """Printed programs, stages, summaries and explanations of programs that compute gradients."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -158,6 +160,16 @@ def test_a_comparison_that_forward_does_not_make_is_said_to_be_of_a_gradient(
 ) -> None:
     feeds = "its result feeds ne, a comparison in the gradient of conv, which reads no rounded values"
     assert {f"lin gemm: {feeds}", f"conv message: {feeds}"} <= set(section(maximum, "Stayed FP32"))
+
+
+def test_a_body_has_one_name_in_the_whole_program(maximum: gnnc.CompiledModel) -> None:
+    text = str(maximum)
+    defined = re.findall(r"^(body\d+) = \(.*?^\)$", text, re.MULTILINE | re.DOTALL)
+    assert defined == [f"body{place}" for place in range(len(defined))] and len(defined) > 2
+    texts = re.findall(r"^body\d+ = (\(.*?^\))$", text, re.MULTILINE | re.DOTALL)
+    assert len(set(texts)) == len(texts)
+    used = set(re.findall(r"[(\[ ](body\d+)[,\]]", text))
+    assert used == set(defined)
 
 
 def test_what_belongs_to_no_layer_belongs_to_the_model(attention: gnnc.CompiledModel) -> None:
