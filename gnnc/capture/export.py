@@ -41,6 +41,7 @@ from gnnc.capture.sparse_results import taken_apart
 from gnnc.capture.sparse_state import Hidden
 from gnnc.capture.stand_ins import Dimension, StandIns, candidates
 from gnnc.capture.symbolic_calls import symbolic_calls
+from gnnc.capture.tensor_data import DataMode
 from gnnc.capture.torch_globals import confined
 from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.unregistered_weights import refuse_unregistered, registered_weights
@@ -319,7 +320,7 @@ def _traced(
     hint = Dim.DYNAMIC(min=2, max=_MAX_SIZE) if stand_ins.symbolic else Dim.AUTO
     dims = tuple({dim: hint for dim in dynamic} for dynamic in stand_ins.dynamic)
     modes = contextlib.ExitStack()
-    for mode in () if strict else (SparseMode(), RecurrentMode(), EqualMode()):
+    for mode in () if strict else (SparseMode(), RecurrentMode(), DataMode(), EqualMode()):
         modes.enter_context(mode)
     entry.watch = Watch([t.shape for t in stand_ins.tensors], [t.shape for t in call.tensors])
     if strict:  # draws what the stand-ins draw

@@ -16,6 +16,7 @@ from gnnc.capture.quiet import quiet
 from gnnc.capture.recurrent import RecurrentMode
 from gnnc.capture.sparse_operand import SparseMode
 from gnnc.capture.symbolic_calls import symbolic_calls
+from gnnc.capture.tensor_data import DataMode
 from gnnc.capture.unrolled import Unrolled
 from gnnc.capture.value_guards import EqualMode
 from gnnc.errors import CaptureError
@@ -43,7 +44,8 @@ def failure_on_own_sizes(
     # an op on real tensors alone, as on a buffer that counts calls, would run and write them
     held = chain(entry.named_parameters(), entry.named_buffers())
     weights = {name: mode.from_tensor(tensor, static_shapes=True) for name, tensor in held}
-    modes = (mode, SparseMode(), RecurrentMode(), EqualMode(), symbolic_calls(entry, classes), quiet())
+    functions = (SparseMode(), RecurrentMode(), DataMode(), EqualMode())
+    modes = (mode, *functions, symbolic_calls(entry, classes), quiet())
     try:
         with contextlib.ExitStack() as stack:
             for each in modes:

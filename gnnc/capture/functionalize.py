@@ -23,7 +23,9 @@ from gnnc.capture.batch_norms import (
     statistics_of,
 )
 from gnnc.capture.view_writes import scattered, views_below
+from gnnc.errors import CaptureError
 from gnnc.ir.functional_op import returning
+from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import argument, first_operand, result_index, unpack
 from gnnc.torch_private import (
     DispatchKey,
@@ -82,6 +84,8 @@ class _Rewrite(NamedTuple):
 def functional(program: ExportedProgram) -> ExportedProgram:
     """Return the program without writes: itself, changed, where no write needs another trace."""
     _detach_blocks(program.graph_module)
+    if torch.is_grad_enabled():
+        _refuse_detached_writes(program.graph)
     _expand_dropouts(program.graph)
     _spell_views(program.graph)
     buffers = buffers_of(program)
@@ -98,10 +102,11 @@ def functional(program: ExportedProgram) -> ExportedProgram:
 
 
 def _detach_blocks(graph_module: GraphModule) -> None:
-    """Detach the results of blocks under ``torch.no_grad()``, which a decomposition puts in line."""
+    """Detach the operands and results of blocks under ``torch.no_grad()``, which a trace puts in line."""
     for node in list(graph_module.graph.nodes):
         if not _is_grad_block(node) or node.args[0]:
             continue
+        _detach_operands(node, getattr(graph_module, node.args[1].target))
         for result in list(node.users):
             if not isinstance(result.meta.get("val"), torch.Tensor):
                 continue
@@ -110,6 +115,86 @@ def _detach_blocks(graph_module: GraphModule) -> None:
             detached.meta = dict(result.meta)
             result.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
     graph_module.recompile()
+
+
+def _detach_operands(block: Node, body: GraphModule) -> None:
+    """Detach the operands of a block, so that what it writes into them has no gradient.
+
+    Raises:
+        CaptureError: it writes into a tensor that has a gradient, which in eager knows nothing of the write.
+    """
+    written = {_memory_of(_written_tensor(node)) for node in body.graph.nodes if _is_write(node)}
+    for given, operand in zip(placeholders(body), block.args[2:], strict=True):
+        if not isinstance(operand, Node) or not isinstance(operand.meta.get("val"), torch.Tensor):
+            continue
+        if given in written and torch.is_grad_enabled():
+            _refuse_write(operand, "under torch.no_grad()")
+        with body.graph.inserting_after(given):
+            detached = body.graph.call_function(aten.detach.default, (given,))
+        detached.meta = dict(operand.meta)
+        given.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
+    body.recompile()
+
+
+def _refuse_detached_writes(graph: Graph) -> None:
+    """Refuse writes through ``detach()`` into tensors that have gradients."""
+    for node in graph.nodes:
+        if not _is_write(node):
+            continue
+        memory = _written_tensor(node)
+        while memory.op == "call_function" and (_is_write(memory) or _may_alias(memory)):
+            is_detached, memory = memory.target is aten.detach.default, first_operand(memory)
+            if is_detached:
+                _refuse_write(memory, "through detach() or .data")
+
+
+def _refuse_write(tensor: Node, how: str) -> None:
+    """Raise CaptureError if a tensor that is written without autograd's knowledge may have a gradient."""
+    if not _may_have_gradient(tensor):
+        return
+    raise CaptureError(
+        f"forward writes {how} into a tensor that has a gradient ({_spelled(tensor)}), and in training that "
+        "gradient would not be the one of the written values: compute a new tensor in place of the write, or "
+        "write after the training step"
+    )
+
+
+def _memory_of(node: Node) -> Node:
+    """Return the node that made the memory of a tensor, behind views and writes."""
+    while node.op == "call_function" and (_is_write(node) or _may_alias(node)):
+        node = first_operand(node)
+    return node
+
+
+def _may_have_gradient(node: Node) -> bool:
+    """Return whether a value is computed from a parameter that trains, or from floats of the caller."""
+    seen, rest = set(), [node]
+    while rest:
+        current = rest.pop()
+        if current in seen or current.target is aten.detach.default:
+            continue
+        seen.add(current)
+        if current.op == "placeholder" and _trains(current):
+            return True
+        rest += current.all_input_nodes
+    return False
+
+
+def _spelled(node: Node) -> str:
+    """Return the name of a parameter, or the op that computes a value."""
+    if node.op == "placeholder":
+        return node.name.removeprefix("p_model_")
+    return f"the result of {node.target}"
+
+
+def _trains(placeholder: Node) -> bool:
+    """Return whether a placeholder is a parameter that trains, or floats of the caller."""
+    value, name = placeholder.meta.get("val"), placeholder.name
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    if name.startswith("p_"):
+        return value.requires_grad
+    return not name.startswith(("b_", "c_"))  # buffers and constants
 
 
 def _expand_dropouts(graph: Graph) -> None:
