@@ -58,7 +58,7 @@ _WHEN = {
     BACKWARD: "runs when gradients are computed",
 }
 LEGEND = (
-    "# comments: type | layer | precision | what shares a scale | kernel, format or remark (no empty columns)",
+    "# comments: type | layer | precision | what shares a scale | kernel, format, remark (no empty columns)",
     "# a with block is one kernel; of its values only those that it stores go to memory",
 )
 """Lines that explain the comments of a program."""
