@@ -260,7 +260,7 @@ class CompiledModel(ModelProxy):
     def profile(self, *args: Any, **kwargs: Any) -> str:
         """Run the model a few times, measure every op, and return ``summary()`` with the times.
 
-        "of floor" is the part of a time that the op's compulsory bytes (each operand and result once)
+        "floor / time" is the part of a time that the op's compulsory bytes (each operand and result once)
         need at the device's copy bandwidth; a dash where they come from a cache, faster than that.
         """
         self(*args, **kwargs)

@@ -28,9 +28,11 @@ HEADERS = (
     "flops",
     "predicted ms",
     "measured ms",
-    "of floor",
+    "floor / time",
     "next best",
 )
+OPTIONAL = frozenset(("sensitivity", "clipped", "floor / time", "next best"))
+"""Columns that a table has only where some row knows more than a dash."""
 UNKNOWN = "-"
 
 
@@ -41,7 +43,8 @@ class OpRow:
     Attributes:
         op: the primitives that it computes, or the ATen op.
         layer: paths of the modules that its ops came from.
-        bits: bits of the narrowest operand of each primitive: ``8``, or ``32 + 32 + 8`` where they differ.
+        bits: bits of the narrowest operand of each primitive: ``8``, or ``32 + 32 + 8`` where they differ;
+            ``32→8`` for a launch that only converts.
         precision: the option that ``auto`` chose, such as ``int8 row_pow2``, or that of these operands.
         sensitivity: relative L2 error of the model's output if this op alone has this precision.
         error: Tango's relative quantization error (equation 4) of its worst quantized operand.
@@ -119,12 +122,19 @@ def summary_rows(
 
 
 def summary_table(rows: Sequence[OpRow]) -> str:
-    """Return the rows as text, with a line of totals."""
+    """Return the rows as text, with a line of totals, without columns of ``OPTIONAL`` that are empty."""
     table = [_cells(row) for row in rows]
     if rows:
         table.append(_cells(_total(rows)))
-    align = ("left", "left", *["right"] * (len(HEADERS) - 2))
-    return tabulate(table, HEADERS, tablefmt="simple", colalign=align, disable_numparse=True)
+    shown = [
+        place
+        for place, header in enumerate(HEADERS)
+        if header not in OPTIONAL or any(cells[place] != UNKNOWN for cells in table)
+    ]
+    lines = [[cells[place] for place in shown] for cells in table]
+    headers = [HEADERS[place] for place in shown]
+    align = ("left", "left", *["right"] * (len(shown) - 2))
+    return tabulate(lines, headers, tablefmt="simple", colalign=align, disable_numparse=True)
 
 
 def _row(
@@ -140,7 +150,7 @@ def _row(
     anchors = launch.primitives
     named = anchors or [n for n in launch.nodes if not describe.is_free(n)]
     found = [errors[key] for key in _quantized_operands(anchors) if key in errors]
-    precisions = [p for p in map(describe.precision_in, named) if p is not None]
+    bits, precision = _precisions(named, is_conversion=not anchors)
     computing = [n for n in launch.nodes if not (describe.is_free(n) or describe.changes_precision(n))]
     layers = dict.fromkeys(filter(None, map(describe.layer_of, computing or named)))
     origins = [describe.assigned_name(node) for node in anchors]
@@ -148,8 +158,8 @@ def _row(
     return OpRow(
         op=" + ".join(dict.fromkeys(map(op_name, named))),
         layer=", ".join(map(describe.shown_layer, layers)),
-        bits=_sum_text([str(describe.bits_of(p)) for p in precisions]),
-        precision=_sum_text(precisions) if choice is None else choice.precision,
+        bits=bits,
+        precision=precision if choice is None else choice.precision,
         sensitivity=None if choice is None else choice.sensitivity,
         error=max((e.relative for e in found), default=None),
         sqnr=min((e.sqnr for e in found), default=None),
@@ -162,6 +172,15 @@ def _row(
         floor=floors.get(launch.name),
         alternative=None if choice is None else choice.alternative,
     )
+
+
+def _precisions(named: Sequence[Node], *, is_conversion: bool) -> tuple[str | None, str | None]:
+    """Return the bits and the precision of the operands of ops; of a conversion, ``fp32→int8``."""
+    found = [p for p in map(describe.precision_in, named) if p is not None]
+    after = describe.precision_of(named[-1]) if is_conversion and found else None
+    if after is not None and after != found[0]:
+        return f"{describe.bits_of(found[0])}→{describe.bits_of(after)}", f"{found[0]}→{after}"
+    return _sum_text([str(describe.bits_of(p)) for p in found]), _sum_text(found)
 
 
 def _sum_text(parts: Sequence[str]) -> str | None:

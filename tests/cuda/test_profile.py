@@ -32,9 +32,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def cells(text: str) -> list[tuple[str, str]]:
-    """Return "measured ms" and "of floor" of each row of a table."""
+    """Return "measured ms" and "floor / time" of each row of a table."""
     head, _, *rows = [line for line in text.splitlines() if not line.startswith("Launches: ")]
-    begin, end = head.index("predicted ms") + len("predicted ms"), head.index("next best")
+    begin, end = (head.index(name) + len(name) for name in ("predicted ms", "floor / time"))
     return [tuple(row[begin:end].split()) for row in rows]
 
 

@@ -1,6 +1,7 @@
 """Metrics against hand-computed cases, the summary table, and what explain() says."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx import GraphModule
 from gnnc.cost.quantization_error import quantization_errors, relative_quantization_error, sqnr_db
 from gnnc.ir.parts import FORWARD, Parts
 from gnnc.passes.base import Note
-from gnnc.report.summary import HEADERS, OpRow, summary_rows, summary_table
+from gnnc.report.summary import HEADERS, OPTIONAL, OpRow, summary_rows, summary_table
 from gnnc.report.text import ProgramReport, explain_text, header_lines, program_text, summary_text
 
 
@@ -118,7 +119,7 @@ def test_what_is_not_measured_is_a_dash() -> None:
     assert {(row.error, row.sqnr, row.gain, row.predicted, row.measured) for row in rows} == {(None,) * 5}
     line = summary_table(rows).splitlines()[2].split()
     assert line[:3] == ["gemm", "conv1.lin", "32"]
-    assert line[3:9] == ["fp32", *["-"] * 5] and line[-3:] == ["-", "-", "-"]
+    assert line[3:7] == ["fp32", *["-"] * 3] and line[-2:] == ["-", "-"]
 
 
 def test_costs_of_a_gemm_and_an_spmm() -> None:
@@ -153,9 +154,9 @@ def test_measured_times_are_shown_and_added_up() -> None:
         OpRow(op="gemm", layer="a", measured=0.002, floor=0.001),
         OpRow(op="spmm", layer="b", measured=0.001, floor=0.0005),
     ]
-    assert summary_table(rows).splitlines()[-1].split()[-3:-1] == ["3.000", "0.50"]
+    assert summary_table(rows).splitlines()[-1].split()[-2:] == ["3.000", "0.50"]
     partly = [*rows, OpRow(op="relu", layer="")]
-    assert summary_table(partly).splitlines()[-1].split()[-3:-1] == ["-", "-"]
+    assert summary_table(partly).splitlines()[-1].split()[-2:] == ["-", "-"]
 
 
 def test_table_golden(golden: Callable[[str], None]) -> None:
@@ -214,10 +215,25 @@ def test_program_text_is_header_and_program() -> None:
 def test_summary_text_takes_times_by_graph_and_node() -> None:
     text = summary_text(report(hand_graphs.fused_layer(), measured={(FORWARD, "fused_0"): 0.004}))
     (line,) = [line for line in text.splitlines() if line.startswith("qgemm")]
-    assert line.split()[-3] == "4.000"
+    assert line.split()[-1] == "4.000"
 
 
 def test_a_time_below_the_floor_has_no_fraction_of_it() -> None:
     """Operands of small launches come from a cache, faster than from memory."""
     row = OpRow(op="gemm", layer="a", measured=0.001, floor=0.031)
-    assert summary_table([row]).splitlines()[2].split()[-2:] == ["-", "-"]
+    table = summary_table([row, OpRow(op="spmm", layer="a", measured=0.001, floor=0.0005)]).splitlines()
+    assert table[2].split()[-2:] == ["1.000", "-"] and table[3].split()[-2:] == ["1.000", "0.50"]
+
+
+def test_columns_of_optional_knowledge_are_left_out_where_nothing_is_known() -> None:
+    bare = summary_table([OpRow(op="gemm", layer="a")]).splitlines()[0]
+    kept = [header for header in HEADERS if header not in OPTIONAL]
+    assert re.split(r"  +", bare) == kept
+    assert {"op", "layer", "bits", "error (eq. 4)", "SQNR dB", "RF gain", "bytes", "flops"} < set(kept)
+    known = summary_table([OpRow(op="gemm", layer="a", sensitivity=0.1, clipped=0)]).splitlines()[0]
+    assert set(re.split(r"  +", known)) - set(kept) == {"sensitivity", "clipped"}
+
+
+def test_a_launch_that_only_quantizes_has_both_precisions() -> None:
+    (row,) = summary_rows(quantize_graph("int8/tensor"))
+    assert (row.op, row.bits, row.precision) == ("quantize", "32→8", "fp32→int8")
