@@ -1,7 +1,8 @@
 """Split of linear layers on edges into a linear layer on the nodes for each end of the edge.
 
 ``linear(cat([x_i, x_j - x_i, e]), W)`` is ``linear(x, W1 - W2)[i] + linear(x, W2)[j] + linear(e, W3)``:
-the first two are computed once per node and not once per edge.
+the first two are computed once per node and not once per edge. Differences of few columns are not split: they are
+coordinates, whose common offset (a map has 1e6 meters) cancels in ``x_j - x_i``, and not in products of each end.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, FLOPS
 from gnnc.passes.rewrite.node_builder import drop_dead, is_of_model
 
 aten = torch.ops.aten
+_MOST_COORDINATES = 8
+"""Columns up to which a difference of the ends is taken for one of coordinates."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def _summands(part: Node) -> tuple[tuple[Node, bool], ...]:
 def _is_worth(part: Part, node: Node, tables: NodeTables, gm: fx.GraphModule, ctx: Context) -> bool:
     """Return whether products on the nodes save more time than reading their wider rows costs."""
     lifted = [_table(value, tables) for value, _ in part.values]
-    if any(table is None for table in lifted):
+    if any(table is None for table in lifted) or _is_of_coordinates(part):
         return False
     edges = size_expr(shape_of(node)[0])
     rows = [size_expr(shape_of(as_node(table))[0]) for table in lifted]
@@ -168,6 +171,11 @@ def _is_worth(part: Part, node: Node, tables: NodeTables, gm: fx.GraphModule, ct
     columns, width = part.stop - part.start, int(shape_of(node)[-1])
     saved = (1 - nodes) * 2 * columns * width / FLOPS_A_BYTE
     return saved > FLOAT_BYTES * len(lifted) * (width - columns)
+
+
+def _is_of_coordinates(part: Part) -> bool:
+    """Return whether a part is a difference of few columns, whose product on the edges costs little."""
+    return not all(is_added for _, is_added in part.values) and part.stop - part.start <= _MOST_COORDINATES
 
 
 def _table(value: Node, tables: NodeTables) -> Node | None:

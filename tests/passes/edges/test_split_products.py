@@ -1,5 +1,6 @@
 """The first linear layer of a message is computed on the nodes that the edges read."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -133,6 +134,16 @@ def test_signs_and_factors_of_ends(function: Any):
     for sizes in SIZES:
         args = graph(*sizes)[:2]
         assert relative_error(run(gm, model, args, {})[0], eager(model, *args)[0]) < 1e-5
+
+
+def test_differences_of_coordinates_are_multiplied_for_each_edge():
+    """A common offset of 1e6 cancels in the difference, and would not in products of each end."""
+    torch.manual_seed(0)
+    model = pyg.FeaStConv(3, 8, heads=2).eval()
+    positions, edges = torch.randn(11, 3) + 1e6, graph()[1]
+    gm, _ = raised(model, positions, edges)
+    exact = copy.deepcopy(model).double()(positions.double(), edges).float()
+    assert relative_error(run(gm, model, (positions, edges), {})[0], exact) < 1e-5
 
 
 @pytest.mark.parametrize(("nodes", "edges", "widths"), [(500, 20, [WIDTH]), (20, 500, [])])
