@@ -1,8 +1,9 @@
 """Split of linear layers on edges into a linear layer on the nodes for each end of the edge.
 
 ``linear(cat([x_i, x_j - x_i, e]), W)`` is ``linear(x, W1 - W2)[i] + linear(x, W2)[j] + linear(e, W3)``:
-the first two are computed once per node and not once per edge. Differences of few columns are not split: they are
-coordinates, whose common offset (a map has 1e6 meters) cancels in ``x_j - x_i``, and not in products of each end.
+the first two are computed once per node and not once per edge. Differences of few columns are not split: they
+are coordinates, whose common offset (a map has 1e6 meters) cancels in ``x_j - x_i``, and not in products of
+each end.
 """
 
 from dataclasses import dataclass
