@@ -6,7 +6,7 @@ alone, such as the transpose of a CSR, moves to the structure graph.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -269,7 +269,11 @@ def _traceable(gm: fx.GraphModule) -> Iterator[None]:
     that keeps nothing for its backward pass, which then reads beyond its memory.
     """
     has_lstm = any(node.target is torch.ops.aten.lstm.input for node in gm.graph.nodes)
-    with torch.autograd.set_multithreading_enabled(False), _without_onednn() if has_lstm else nullcontext():
+    with ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # values of a trace are never computed
+        if has_lstm:
+            stack.enter_context(_without_onednn())
         yield
 
 

@@ -473,3 +473,10 @@ def test_hooks_on_parameters_run() -> None:
     model.bias.register_hook(seen.append)
     compiled(X, EDGES).sum().backward()
     assert_alike(seen, [torch.full((3,), float(len(X)))])
+
+
+def test_a_first_step_within_anomaly_detection_trains() -> None:
+    model = GCNConv(WIDTH, 3).train()
+    with torch.autograd.set_detect_anomaly(True):
+        compare(model, gnnc.compile(model, "fp32"), lambda call, _: call(X, EDGES).square().sum().backward())
+    assert not torch.is_anomaly_enabled()
