@@ -230,13 +230,15 @@ class _Normalizer:
         return self._first_or_erase(part)
 
     def _spell_out(self, node: Node) -> None:
-        """Rewrite ``x.expand_as(y)`` and ``x.to(y)`` without ``y``, and a view as a reshape.
+        """Rewrite ``x.expand_as(y)``, ``y.copy(x)`` and ``x.to(y)`` without ``y``, and a view as a reshape.
 
         A view needs certain strides, which change where a copy is dropped or rows are read later.
         """
         if str(node.target) == "aten.expand_as.default":
             small, like = unpack(node, "self", "other")
             node.target, node.args = aten.expand.default, (small, self._expanded_sizes(small, like))
+        elif str(node.target) == "aten.copy.default":
+            self._spell_copy(node)
         elif str(node.target) in _DENSE_VIEWS:
             node.target = aten.reshape.default
         elif str(node.target) in _CASTS:
@@ -244,6 +246,20 @@ class _Normalizer:
             options = {"dtype": after.dtype, "device": after.device}
             changed = {name: kind for name, kind in options.items() if getattr(before, name) != kind}
             node.target, node.args, node.kwargs = aten._to_copy.default, (first_operand(node),), changed
+
+    def _spell_copy(self, node: Node) -> None:
+        """Rewrite the write of ``src`` into all of ``self`` as a conversion and expansion of ``src``."""
+        like, small = unpack(node, "self", "src")
+        before, after = value_of(small), value_of(like)
+        options = {"dtype": after.dtype, "device": after.device}
+        changed = {name: kind for name, kind in options.items() if getattr(before, name) != kind}
+        if changed:
+            small = self.builder.call(aten._to_copy.default, small, layer=node.meta["layer"], **changed)
+        node.target, node.args = aten.expand.default, (small, self._expanded_sizes(small, like))
+        node.kwargs, strides = {}, _strides(node)
+        node.meta["val"] = self.builder.infer(node)
+        if _strides(node) != strides:
+            self.restrided.add(node)
 
     def _expanded_sizes(self, small: Any, like: Any) -> list[Any]:
         """Return the sizes of ``like``, from ``small`` where it has them, so that ``like`` may be dead."""

@@ -90,6 +90,11 @@ def test_merged_masks_have_one_unbacked_size(gcn):
         (lambda x: x / x.sum(1, keepdim=True).expand_as(x), ["sum", "div"]),
         (lambda x: x[:, :1].expand_as(x) * x[:1].expand_as(x), ["slice", "slice", "mul"]),
         (lambda x: x[:, :1].expand_as(x).exp(), ["slice", "expand", "exp"]),
+        (lambda x: torch.ops.aten.copy(x, x.exp()).neg(), ["exp", "neg"]),
+        (
+            lambda x: torch.ops.aten.copy(x, x[0].double()).neg(),
+            ["select", "_to_copy", "_to_copy", "expand", "neg"],
+        ),
         (lambda x: x.view(-1, 1, 6)[:, 0].neg() + x.unsqueeze(0)[-1].exp(), ["neg", "exp", "add"]),
         (lambda x: x.view(-1, 3, 2)[:, 0].neg(), ["reshape", "select", "neg"]),
         (lambda x: x.permute(0, -1) + x.transpose(1, -1).neg(), ["neg", "add"]),
