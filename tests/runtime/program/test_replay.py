@@ -2,11 +2,12 @@
 
 import copy
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from slow import slow_but
+from slow import slow_if
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO, prepared, random_graph
 from zoo_gradients import gradients
@@ -46,8 +47,14 @@ def assert_same_bits(found: Any, expected: Any) -> None:
     assert pairs and all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-@pytest.mark.parametrize("name", slow_but(MAIN, list(ALL)))
+def cases(names: Iterable[str]) -> list[Any]:
+    """Return layers and precisions; int8 programs have the launches of fp32, and launches of their own."""
+    main = [(name, precision) for name in MAIN for precision in ("fp32", "int8")]
+    rest = [(name, "int8") for name in names if name not in MAIN]
+    return [*main, *(pytest.param(*case, marks=slow_if(True)) for case in rest)]
+
+
+@pytest.mark.parametrize(("name", "precision"), cases(ALL))
 def test_a_replay_computes_the_bits_of_launches_one_by_one(name: str, precision: str) -> None:
     model = prepared(ALL[name])
     compiled = gnnc.compile(model, precision=precision)
@@ -65,9 +72,8 @@ def test_a_replay_computes_the_bits_of_launches_one_by_one(name: str, precision:
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
 @pytest.mark.parametrize(
-    "name", slow_but(MAIN, [name for name in ALL if name not in UNTRACED + WITHOUT_WEIGHTS])
+    ("name", "precision"), cases(name for name in ALL if name not in UNTRACED + WITHOUT_WEIGHTS)
 )
 def test_a_replay_computes_the_gradients_of_launches_one_by_one(name: str, precision: str) -> None:
     model = prepared(ALL[name]).requires_grad_(True).train()
