@@ -146,7 +146,7 @@ def _observation(x: Tensor, qtypes: Collection[QType]) -> Observation:
     sample = rows[:: max(1, rows.shape[0] // MAX_ROWS)]
     errors = {}
     for qtype in qtypes:
-        base = torch.tensor(amax / qtype.qmax, device=x.device)
+        base = torch.tensor(amax / qtype.qmax, dtype=torch.float32, device=x.device)
         errors[qtype] = row_error(sample, qtype, base * HEADROOM[qtype.granularity])
     return Observation(amax, errors)
 

@@ -142,9 +142,9 @@ class LinearOrder:
 
     def _tensor(self, rows: Any, width: int) -> torch.Tensor:
         if self.mode is None:
-            return torch.empty((rows, width), device="meta")
+            return torch.empty((rows, width), dtype=torch.float32, device="meta")
         with self.mode:
-            return torch.empty((rows, width))
+            return torch.empty((rows, width), dtype=torch.float32)
 
 
 class _Tree:

@@ -159,7 +159,7 @@ class TransposeAtEachCall:
 @structure_kernel("gnnc.degree", backend="cpu", name="degree")
 def degree(rowptr: Tensor) -> Tensor:
     """Count the edges of each row, float32 ``[num_dst]``; see ``gnnc.degree``."""
-    out = torch.empty(rowptr.shape[0] - 1)
+    out = torch.empty(rowptr.shape[0] - 1, dtype=torch.float32)
     torch.ops.gnnc_cpu.degree.default(rowptr, out)
     return out
 

@@ -76,7 +76,7 @@ class BodyAttentionBackward:
 
 def _logit(plan: body_attention_backward.Plan, node: Node) -> Logit:
     """Return the logit of one head of ``plan.heads``, with its derivatives."""
-    rows = torch.empty((1, plan.heads, plan.width // plan.heads), device="meta")
+    rows = torch.empty((1, plan.heads, plan.width // plan.heads), dtype=torch.float32, device="meta")
     constants = {f"c{n}": argument_of(node, index).meta["val"] for n, index in enumerate(plan.constants)}
     return write_differentiable_logit(plan.logit, {"i0": rows, "j0": rows, **constants}, plan.scale)
 
