@@ -3,7 +3,7 @@
 Torch takes ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` apart into their steps while it traces, which needs their
 number. Aggregations over the padded sequence of a node's neighbors (LSTM, GRU) have as many steps as the
 largest node has neighbors. ``RecurrentMode`` puts an op of a library of our own in the place of such a layer;
-it runs in FP32, as an ATen op does.
+it runs in FP32, as an ATen op does. Its gradient is an op, too, which runs the layer again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +14,9 @@ from torch import SymInt, Tensor
 from torch.overrides import TorchFunctionMode
 
 _LIBRARY = torch.library.Library("gnnc_recurrent", "DEF")
-_SCHEMA = (
-    "(Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, bool bidirectional, "
-    "bool batch_first) -> Tensor[]"
+_OPERANDS = (
+    "Tensor x, Tensor[] states, Tensor[] weights, "
+    "bool biases, int layers, bool bidirectional, bool batch_first"
 )
 
 
@@ -76,6 +76,55 @@ def _fake(
     return [x.new_empty((*x.shape[:2], width)), *(x.new_empty(state.shape) for state in states)]
 
 
+def _gradient(function: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+    """Return the function of a layer's gradients of its results to those of its input, states and weights."""
+
+    def run(
+        gradients: list[Tensor],
+        x: Tensor,
+        states: list[Tensor],
+        weights: list[Tensor],
+        biases: bool,
+        layers: int,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> list[Tensor]:
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in (x, *states, *weights)]
+            own_states, own_weights = leaves[1 : 1 + len(states)], leaves[1 + len(states) :]
+            state = own_states if function is torch.lstm else own_states[0]
+            # cuDNN keeps what its backward pass reads in training mode alone
+            options = biases, layers, 0.0, True, bidirectional, batch_first
+            results = function(leaves[0], state, own_weights, *options)
+            found = torch.autograd.grad(results, leaves, gradients)
+        return [gradient.contiguous() for gradient in found]
+
+    return run
+
+
+def _fake_gradient(
+    gradients: list[Tensor], x: Tensor, states: list[Tensor], weights: list[Tensor], *options: Any
+) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in (x, *states, *weights)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, states, weights, *ctx.options = inputs
+    ctx.num_states = len(states)
+    ctx.save_for_backward(x, *states, *weights)
+
+
+def _backward(name: str) -> Callable[..., Any]:
+    def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+        x, *others = ctx.saved_tensors
+        states, weights = others[: ctx.num_states], others[ctx.num_states :]
+        op = getattr(torch.ops.gnnc_recurrent, f"{name}_gradient")
+        of_x, *found = op(gradients, x, states, weights, *ctx.options)
+        return of_x, found[: ctx.num_states], found[ctx.num_states :], None, None, None, None
+
+    return backward
+
+
 _NAMES: dict[Any, str] = {
     torch.lstm: "lstm",
     torch.gru: "gru",
@@ -83,6 +132,13 @@ _NAMES: dict[Any, str] = {
     torch.rnn_relu: "relu",
 }
 for _function, _name in _NAMES.items():
-    _LIBRARY.define(f"{_name}{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(_name, _reference(_function), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gnnc_recurrent::{_name}", _fake, lib=_LIBRARY)
+    for _op, _operands, _run, _fake_run in (
+        (_name, _OPERANDS, _reference(_function), _fake),
+        (f"{_name}_gradient", f"Tensor[] gradients, {_OPERANDS}", _gradient(_function), _fake_gradient),
+    ):
+        _LIBRARY.define(f"{_op}({_operands}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(_op, _run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"gnnc_recurrent::{_op}", _fake_run, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"gnnc_recurrent::{_name}", _backward(_name), setup_context=_save, lib=_LIBRARY
+    )

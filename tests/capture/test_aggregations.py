@@ -8,6 +8,7 @@ import torch_geometric.nn as pyg
 from slow import slow_after
 from torch import Tensor, nn
 from torch_2_11 import NOT_IN_2_11
+from training_steps import Step, compare
 
 import gnnc
 
@@ -133,6 +134,38 @@ def test_any_number_of_steps_is_one_program(case):
     for steps in (7, 3, 12):
         assert_equal(compiled, torch.randn(steps, 20, 6), torch.randint(20, (2, 60)))
     assert len(compiled._dispatch.captures) == 1
+
+
+@pytest.mark.parametrize("case", slow_after(3, LAYERS))
+def test_recurrent_layers_of_any_number_of_steps_train(case):
+    torch.manual_seed(0)
+    kind, options = case
+    model = Temporal(kind, OPTIONS[options])
+    compiled = gnnc.compile(model, "fp32")
+    for steps in (7, 3, 12):
+        x = torch.randn(steps, 20, 6)
+        compare(model, compiled, loss_of(x, torch.randint(20, (2, 60))))
+
+
+@pytest.mark.parametrize("kind", slow_after(1, [pyg.GRUAggregation, pyg.LSTMAggregation]))
+def test_aggregations_over_sequences_train(kind):
+    torch.manual_seed(0)
+    model = kind(WIDTH, 4)
+    compiled = gnnc.compile(model, "fp32")
+    for rows in (20, 31):
+        x, index = groups(rows, rows)
+        compare(model, compiled, loss_of(x, index, dim_size=GROUPS))
+
+
+def loss_of(x: Tensor, index: Tensor, **sizes: int) -> Step:
+    """Step of training that returns the gradient of x."""
+
+    def step(call: Callable[..., Tensor], owner: nn.Module) -> Tensor | None:
+        given = x.clone().requires_grad_()
+        call(given, index, **sizes).square().sum().backward()
+        return given.grad
+
+    return step
 
 
 NUMBERS: dict[str, Callable[[], nn.Module]] = {
