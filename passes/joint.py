@@ -44,6 +44,9 @@ from gnnc.torch_private import (
     trace_symbolic,
 )
 
+_NO_FORMULA = "WarnNotImplemented"
+"""Name of torch's node for an op without an autograd formula, which warns and passes no gradient on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Joint:
@@ -240,7 +243,17 @@ class _Layered(fx.Interpreter):
                 value.grad_fn.register_prehook(
                     lambda _: self._trace.enter(f"{layer} {BACKWARD_LAYER}".strip())
                 )
+                if value.grad_fn.name().endswith(_NO_FORMULA):
+                    value.grad_fn.register_prehook(lambda _: _refuse_dropped(n.target, layer))
         return result
+
+
+def _refuse_dropped(target: Any, layer: str) -> NoReturn:
+    raise UnsupportedError(
+        f"[{layer or 'the model'}] has an op without a gradient ({target}: it has no autograd formula), "
+        "which would drop the gradients of all before it: give it one with "
+        "torch.library.register_autograd, or detach its operands"
+    )
 
 
 def _spelled_out(args: tuple[Any, ...]) -> tuple[Any, ...]:

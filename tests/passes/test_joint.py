@@ -232,3 +232,32 @@ def test_gradients_that_have_no_graph_are_refused(function: Callable[[Tensor], T
 def test_a_model_whose_outputs_have_no_gradient_is_left_alone() -> None:
     stages = dict(trained(Formula(lambda h, _: h.argmax(1))).stages)
     assert str(stages["joint"].graph) == str(stages["reorder"].graph)
+
+
+_WITHOUT_FORMULA = torch.library.Library("gnnc_test_joint", "DEF")
+_WITHOUT_FORMULA.define("double(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_WITHOUT_FORMULA.impl("double", lambda x: 2 * x, "CompositeExplicitAutograd")
+torch.library.register_fake("gnnc_test_joint::double", torch.empty_like, lib=_WITHOUT_FORMULA)
+
+
+class Doubled(nn.Module):
+    """Linear layer whose result, or its detached result, goes through an op without an autograd formula."""
+
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        self.linear, self.detached = nn.Linear(6, 4), detached
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return torch.ops.gnnc_test_joint.double(h.detach() if self.detached else h) + h
+
+
+def test_an_op_without_a_formula_drops_no_gradient_in_silence() -> None:
+    x = torch.randn(7, 6)
+    with pytest.raises(UnsupportedError, match="gnnc_test_joint.double.*no autograd formula"):
+        gnnc.compile(Doubled(detached=False), "fp32")(x)
+    with torch.no_grad():
+        gnnc.compile(Doubled(detached=False), "fp32")(x)
+    model = Doubled(detached=True)
+    gnnc.compile(model, "fp32")(x).sum().backward()
+    assert model.linear.bias.grad is not None
