@@ -162,6 +162,7 @@ class _Rewrite:
             if node in self.dims or not self.dims.keys().isdisjoint(node.all_input_nodes):
                 continue
             if isinstance(node.meta.get("val"), torch.SymInt):
+                self.builder.move_up(node)  # rows that are computed before the node may have this size
                 node.replace_all_uses_with(self.sizes.add(node))
             elif holds_tensor(node):
                 for dim in range(len(shape_of(node))):

@@ -57,6 +57,11 @@ class NodeBuilder:
             reader.prepend(node)
         return True
 
+    def move_up(self, node: Node) -> None:
+        """Move a call right behind the last of its operands."""
+        if node.op == "call_function" and node.all_input_nodes:
+            _last([*self.last_input, *node.all_input_nodes]).append(node)
+
     def infer(self, node: Node) -> Any:
         """Return the fake value of ``node``: shape and dtype, inferred from its inputs."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])

@@ -288,3 +288,26 @@ class SizeBehindTheMessage(nn.Module):
 def test_sizes_are_read_off_values_that_stay() -> None:
     model, x, edge_index = SizeBehindTheMessage().eval(), batched(3), edge_list()
     torch.testing.assert_close(gnnc.compile(model, "fp32")(x, edge_index), model(x, edge_index))
+
+
+class StepsOfNodes(nn.Module):
+    """A convolution over the graph at each step, then a recurrent layer over the steps of each node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.steps = pyg.GCNConv(4, 8), nn.GRU(8, 6, batch_first=True)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.conv(x, edge_index)
+        batch, steps, nodes, width = h.shape
+        return self.steps(h.permute(0, 2, 1, 3).reshape(batch * nodes, steps, width))[0]
+
+
+@torch.no_grad()
+def test_a_size_that_is_computed_behind_the_rows_is_moved_before_them() -> None:
+    torch.manual_seed(0)
+    model = StepsOfNodes().eval()
+    compiled = gnnc.compile(model, "fp32")
+    for nodes in (21, 34, 12):
+        x, edge_index = torch.randn(2, 6, nodes, 4), torch.randint(nodes, (2, 80))
+        torch.testing.assert_close(compiled(x, edge_index), model(x, edge_index), rtol=1e-4, atol=1e-5)
