@@ -1,11 +1,11 @@
 """Normalize: give every computation one spelling, so that ``raise`` finds the regions.
 
 The pass removes asserts, copies (but of outputs that they make contiguous), no-op views, permutations and
-casts, concatenations of one tensor, expansions that broadcasting does anyway, and dropout in eval mode.
-Every constant fill becomes ``aten.full``, every view a ``reshape``. Dimensions become non-negative. Equal
-computations become one node, and each symbolic size has one node. If two equal masks merge, the sizes of
-their selections (``u0``, ``u1``) merge too: later shapes are inferred again, or layer 2 would get another
-graph than layer 1.
+casts, concatenations of one tensor, expansions that broadcasting does anyway, dropout in eval mode, and
+options of embeddings without a gradient. Every constant fill becomes ``aten.full``, every view a ``reshape``.
+Dimensions become non-negative. Equal computations become one node, and each symbolic size has one node. If
+two equal masks merge, the sizes of their selections (``u0``, ``u1``) merge too: later shapes are inferred
+again, or layer 2 would get another graph than layer 1.
 """
 
 import operator
@@ -118,9 +118,20 @@ class Normalize:
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` normalized."""
         contiguous = contiguous_outputs(gm)
+        _clear_options_of_gradients(gm)
         simplify(gm, keep_detached=any(map(wants_gradient, placeholders(gm))))
         restore_contiguous_outputs(gm, contiguous)
         return gm
+
+
+def _clear_options_of_gradients(gm: fx.GraphModule) -> None:
+    """Clear the options of embeddings where no gradient depends on them; no gradient is sparse."""
+    trained = any(map(wants_gradient, placeholders(gm)))
+    for node in gm.graph.find_nodes(op="call_function", target=aten.embedding.default):
+        table = first_operand(node)
+        is_trained = wants_gradient(table) if table.op == "placeholder" else trained
+        kept = ("padding_idx", "scale_grad_by_freq") if is_trained else ()
+        node.args, node.kwargs = unpack(node, "weight", "indices", *kept), {}
 
 
 def simplify(gm: fx.GraphModule, *, keep_detached: bool = False) -> None:

@@ -62,6 +62,11 @@ def _uses(node: Node) -> Iterator[tuple[Node, Any]]:
         src, dst, num_src, num_dst = unpack(node, "src", "dst", "num_src", "num_dst")
         yield src, num_src
         yield dst, num_dst
+    if aten_name(node) == "embedding.default":
+        weight, indices = unpack(node, "weight", "indices")
+        if len(shape_of(indices)) == 1:
+            yield indices, shape_of(weight)[0]
+        return
     gather = as_gather(node) if node.op == "call_function" else None
     if gather is not None:
         yield gather.index, shape_of(gather.table)[0]

@@ -254,7 +254,14 @@ def _index(node: Node) -> Gather | None:
 
 
 def _embedding(node: Node) -> Gather | None:
-    return Gather(*unpack(node, "weight", "indices"))
+    """Read an embedding as a gather, unless its gradient is none of a gather's.
+
+    ``normalize`` clears the options where there is no gradient.
+    """
+    weight, indices, padding, by_frequency = unpack(
+        node, "weight", "indices", "padding_idx", "scale_grad_by_freq"
+    )
+    return Gather(weight, indices) if padding == -1 and not by_frequency else None
 
 
 def _gather(node: Node) -> Gather | None:
