@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -81,7 +82,7 @@ def want_gradients(model: nn.Module, captured: Captured) -> None:
 def _weight_wants(model: nn.Module, source: Source) -> bool:
     """Return whether a value is a parameter or a buffer that requires a gradient."""
     if source.kind == "parameter":
-        return model.get_parameter(source.name).requires_grad
+        return bool(attrgetter(source.name)(model).requires_grad)  # of functional_call it may be plain
     return source.kind == "buffer" and model.get_buffer(source.name).requires_grad
 
 

@@ -480,3 +480,22 @@ def test_a_first_step_within_anomaly_detection_trains() -> None:
     with torch.autograd.set_detect_anomaly(True):
         compare(model, gnnc.compile(model, "fp32"), lambda call, _: call(X, EDGES).square().sum().backward())
     assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_first_call_may_have_plain_tensors_for_weights(leaf: bool) -> None:
+    torch.manual_seed(0)
+    model = Net().train()
+    compiled, eager = gnnc.compile(model, "fp32"), copy.deepcopy(model)
+
+    def step(call: Any, owner: nn.Module) -> Any:
+        parameters = dict(owner.named_parameters())
+        weights = {
+            name: p.detach().clone().requires_grad_() if leaf else p * 0.9 for name, p in parameters.items()
+        }
+        out = torch.func.functional_call(call, weights, (X, EDGES))
+        wanted = weights if leaf else parameters
+        return torch.autograd.grad(out.square().sum(), list(wanted.values()))
+
+    assert_alike(step(compiled, model), step(eager, eager))
