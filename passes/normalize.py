@@ -252,6 +252,8 @@ class _Normalizer:
             self._spell_copy(node)
         elif str(node.target) in _DENSE_VIEWS:
             node.target = aten.reshape.default
+        elif str(node.target) == "aten.sgn.default" and not value_of(node).is_complex():
+            node.target = aten.sign.default  # the gradient of sgn is a number of no shape
         elif str(node.target) in _CASTS:
             before, after = value_of(first_operand(node)), value_of(node)
             options = {"dtype": after.dtype, "device": after.device}
