@@ -67,6 +67,11 @@ def _uses(node: Node) -> Iterator[tuple[Node, Any]]:
         if len(shape_of(indices)) == 1:
             yield indices, shape_of(weight)[0]
         return
+    if aten_name(node) == "one_hot.default":
+        classes = argument(node, "num_classes")
+        if isinstance(classes, int) and classes > 0:
+            yield first_operand(node), classes
+        return
     gather = as_gather(node) if node.op == "call_function" else None
     if gather is not None:
         yield gather.index, shape_of(gather.table)[0]

@@ -130,6 +130,30 @@ def test_ids_out_of_range_are_refused_by_name(form: str):
         compiled(*others, pairs)
 
 
+class OneHot(nn.Module):
+    """Product of a weight with one-hot rows of kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(KINDS, WIDTH)
+
+    def forward(self, kind):
+        return self.dense(nn.functional.one_hot(kind, KINDS).float())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("bad", [-1, KINDS, KINDS + 4])
+def test_classes_out_of_range_are_refused_by_name(trained: bool, bad: int):
+    model = OneHot()
+    compiled = gnnc.compile(model, "fp32")
+    with torch.set_grad_enabled(trained):
+        kind = torch.tensor([0, 1, 2, 1])
+        torch.testing.assert_close(compiled(kind), model(kind))
+        kind = torch.tensor([0, bad, 2, 1])
+        with pytest.raises(gnnc.GraphError, match=rf"kind\[1\] = {bad} is not a node: ids must be in 0..2"):
+            compiled(kind)
+
+
 @torch.no_grad()
 def test_a_form_that_does_not_run_is_named():
     compiled = gnnc.compile(Batch().eval(), "fp32")
