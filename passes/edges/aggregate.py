@@ -13,6 +13,7 @@ from torch.fx import Node
 from gnnc.ir.nodes import argument, aten_name, holds_tensor, same_shape, same_size, shape_of, unpack
 from gnnc.passes.edges.bodies import BodyBuilder
 from gnnc.passes.edges.factors import Factor, factors_of, of_one_rank, squeezed
+from gnnc.passes.edges.node_tables import same_rows
 from gnnc.passes.edges.orders import Csr, Order
 from gnnc.passes.edges.region import Regions
 from gnnc.passes.edges.rowwise import Gather, is_narrow, rows_of
@@ -114,6 +115,8 @@ def _split(regions: Regions, node: Node, factors: list[Factor], order: Order) ->
         wide = _wide_end(regions, factor, node, order)
         if wide is not None:
             table = tables.get(wide.index)
+            if table is not None and not same_rows((table, wide.table)):
+                return None
             tables[wide.index] = (
                 wide.table if table is None else regions.times(table, wide.table, node.meta["layer"])
             )

@@ -1,5 +1,6 @@
 """Edge values that one end of the edge decides: they are computed on the nodes, and read from there."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class NodeTables(EdgeOrders):
         if not inputs:
             return None
         tables = {arg: self.table(arg, index) for arg in inputs}
-        if any(table is None for table in tables.values()):
+        if not same_rows(tables.values()):
             return None
         return self.repeat(node, tables)
 
@@ -90,6 +91,12 @@ def free_rows(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def is_reshape(node: Node) -> bool:
     """Return whether ``node`` gives its input another shape."""
     return aten_name(node).partition(".")[0] in _RESHAPES
+
+
+def same_rows(tables: Iterable[Node | None]) -> bool:
+    """Return whether all are tables of one number of rows: an index may read a longer one beside."""
+    first, *others = [None if table is None else shape_of(table)[0] for table in tables]
+    return first is not None and all(rows is not None and same_size(first, rows) for rows in others)
 
 
 def _has_rows(table: Node, count: Node | int) -> bool:

@@ -23,7 +23,7 @@ from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, same
 from gnnc.passes.edges.bodies import BodyBuilder, UnfitError
 from gnnc.passes.edges.edge_products import EdgeProducts, fold
 from gnnc.passes.edges.factors import Factor, factors_of
-from gnnc.passes.edges.node_tables import NodeTables, is_reshape
+from gnnc.passes.edges.node_tables import NodeTables, is_reshape, same_rows
 from gnnc.passes.edges.orders import Order
 from gnnc.passes.edges.rowwise import Gather, as_gather, is_narrow, row_inputs
 from gnnc.passes.edges.softmax import Softmax
@@ -197,10 +197,10 @@ class Regions(NodeTables):
         rest: list[Factor] = []
         for factor in factors:
             gather = None if factor.inverted else self._gather_of(factor, order)
-            if gather is None:
+            table = None if gather is None else tables.get(gather.index)
+            if gather is None or (table is not None and not same_rows((table, gather.table))):
                 rest.append(factor)
                 continue
-            table = tables.get(gather.index)
             tables[gather.index] = gather.table if table is None else self.times(table, gather.table, layer)
         value = self._product_of_ends(tables, order, layer)
         for factor in rest:

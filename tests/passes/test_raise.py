@@ -373,6 +373,34 @@ def test_spellings_of_a_weight_become_one_gemm(name: str):
     assert_equals_eager(traced, *graph(31, 120))
 
 
+TABLES: dict[str, Callable[..., Tensor]] = {
+    "times": lambda x, w, src, dst: x[src] * w[src],
+    "plus": lambda x, w, src, dst: x[src] + w[src],
+    "a column": lambda x, w, src, dst: x[src] * w[:, 0][src][:, None],
+    "scores": lambda x, w, src, dst: (x[src] * w[src] * x[dst]).sum(-1, keepdim=True) * x[src],
+    "both ends": lambda x, w, src, dst: (x[dst] - w[dst]).relu() + x[src],
+}
+
+
+class TwoTables(nn.Module):
+    """A message of two tables with other numbers of rows, which one index reads."""
+
+    def __init__(self, message: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.message, self.weight = message, nn.Parameter(torch.randn(50, F))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        src, dst = edge_index
+        return zeros(x).index_add(0, dst, self.message(x, self.weight, src, dst))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_other_numbers_of_rows_are_not_combined(name: str):
+    torch.manual_seed(0)
+    traced = trace(TwoTables(TABLES[name]), *graph())
+    assert_equals_eager(traced, *graph(31, 120))
+
+
 # edge outputs
 
 
