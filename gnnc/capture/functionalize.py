@@ -83,6 +83,7 @@ class _Rewrite(NamedTuple):
 
 def functional(program: ExportedProgram) -> ExportedProgram:
     """Return the program without writes: itself, changed, where no write needs another trace."""
+    _refuse_max_norm(program.graph)
     _detach_blocks(program.graph_module)
     if torch.is_grad_enabled():
         _refuse_detached_writes(program.graph)
@@ -134,6 +135,16 @@ def _detach_operands(block: Node, body: GraphModule) -> None:
         detached.meta = dict(operand.meta)
         given.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
     body.recompile()
+
+
+def _refuse_max_norm(graph: Graph) -> None:
+    """Refuse embeddings that write the rows that they read into their weight."""
+    for node in graph.find_nodes(op="call_function", target=aten.embedding_renorm_.default):
+        raise CaptureError(
+            f"an embedding with max_norm ({_spelled(_memory_of(node))}) writes its weight in forward, and no "
+            "compiled call writes a parameter: limit the norms in an optimizer step "
+            "(torch.renorm(weight, 2, 0, max_norm) under torch.no_grad()) in place of max_norm"
+        )
 
 
 def _refuse_detached_writes(graph: Graph) -> None:

@@ -121,3 +121,23 @@ def test_new_memory_of_a_tensor_is_refused() -> None:
 
     with pytest.raises(gnnc.CaptureError, match=r"assigns tensor\.data"):
         gnnc.compile(Writes(assigned), "fp32")(X, EDGES)
+
+
+class Limited(nn.Module):
+    """Looks up an embedding that limits the norms of the rows that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.conv = nn.Embedding(5, 6, max_norm=1.0), GCNConv(6, 4)
+
+    def forward(self, kind: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(self.kinds(kind), edge_index)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_embedding_with_a_limit_of_norms_is_refused(trained: bool) -> None:
+    with (
+        torch.set_grad_enabled(trained),
+        pytest.raises(gnnc.CaptureError, match=r"max_norm \(kinds_weight"),
+    ):
+        gnnc.compile(Limited(), "fp32")(torch.arange(7) % 5, EDGES)
