@@ -51,8 +51,8 @@ class Sddmm:
         runs = write_runs(emitter, starts, length(columns), rows[1].nbytes)
         out = emitter.allocate(node, dense=True)
         values = runs_arguments(starts, columns, runs)
-        for row in rows:
-            values += [pointer(row.tensor), row.stride]
+        for row, given in zip(rows, (a, b), strict=True):  # an absent operand has the other's first row alone
+            values += [pointer(row.tensor), 0 if given is None else row.stride]
         scales = ("a_scale", "b_scale") if plan.is_scaled else ()
         factors = [emitter.vector(operand(node, scale)) for scale in scales]
         values += map(pointer, (*(factors or [None, None]), out.written))

@@ -6,6 +6,7 @@ from cuda_cases import assert_no_spills, error, on_device
 from cuda_launch import compile_kernels
 from cuda_sparse import Sddmm, SddmmConfig, rows16, sparse
 from kernel_graphs import GRAPHS, relative_error
+from one_op import run_on_cuda
 from torch_geometric.nn import SAGEConv
 
 import gnnc
@@ -109,3 +110,23 @@ def test_programs_keep_no_row_for_an_edge(heads: int, each: int, precision: str)
             "mul" in node for node, _ in compiled._dispatch.last.executable.kernels
         )
     assert error(got, eager) < {"fp32": 1e-5, "fp16": 0.01, "int8": 0.05}[precision]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("op", ["copy_src", "copy_dst"])
+def test_a_copied_end_may_have_fewer_rows_than_the_other(op: str) -> None:
+    """A kernel loads rows of both ends; the rows of the absent end are not those of the copied one."""
+    rows, others = torch.randn(3, 2), 5000
+    count, ends = 40, (torch.arange(40) % 3).sort().values
+    is_source = op == "copy_src"
+    num_dst = others if is_source else 3
+    dst = torch.arange(count) * (others // count) if is_source else ends
+    col = ends if is_source else torch.arange(count) * (others // count)
+    rowptr = torch.searchsorted(dst, torch.arange(num_dst + 1))
+
+    def function(rowptr: torch.Tensor, col: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        a, b = (None, rows) if is_source else (rows, None)
+        return torch.ops.gnnc.sddmm(rowptr, col, a, b, op)
+
+    got = run_on_cuda(function, "sddmm", rowptr, col.int(), rows)
+    assert torch.equal(got, rows[ends])
