@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
-from torch.overrides import TorchFunctionMode
+
+from gnnc.capture.function_mode import Function, FunctionMode
 
 _LIBRARY = torch.library.Library("gnnc_recurrent", "DEF")
 _OPERANDS = (
@@ -20,23 +21,17 @@ _OPERANDS = (
 )
 
 
-class RecurrentMode(TorchFunctionMode):
+class RecurrentMode(FunctionMode):
     """Mode in which recurrent layers over sequences of symbolic length are one op."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _call(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = _NAMES.get(func)
         if name is not None and not kwargs and len(args) == 9 and _is_symbolic(*args):
             x, states, weights, biases, layers, _, _, bidirectional, batch_first = args
             states = [states] if isinstance(states, Tensor) else list(states)
             op = getattr(torch.ops.gnnc_recurrent, name)
             return tuple(op(x, states, weights, biases, layers, bidirectional, batch_first))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _is_symbolic(x: Any, _states: Any, weights: Any, *options: Any) -> bool:

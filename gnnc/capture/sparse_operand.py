@@ -17,8 +17,8 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from gnnc.capture.function_mode import Function, FunctionMode
 from gnnc.capture.sparse_components import SPARSE_LAYOUTS
 from gnnc.torch_private import (
     coo_to_csr,
@@ -137,21 +137,15 @@ def unique_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return distinct, place
 
 
-class SparseMode(TorchFunctionMode):
+class SparseMode(FunctionMode):
     """Mode in which the constructors of torch.sparse return a ``SparseOperand``, and their helpers trace."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _call(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         constructor = _CONSTRUCTORS.get(func)
         if constructor is not None:
-            meaningful = {name: value for name, value in (kwargs or {}).items() if name not in _NO_VALUE}
+            meaningful = {name: value for name, value in kwargs.items() if name not in _NO_VALUE}
             return _handled(constructor, func, args, meaningful)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _expanded(pointer: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.overrides import TorchFunctionMode
 
+from gnnc.capture.function_mode import Function, FunctionMode
 from gnnc.capture.thread_patches import in_this_thread, replaced
 from gnnc.torch_private import GuardOnDataDependentSymNode, PythonPrinter, ShapeEnv, raw_expression
 
@@ -102,7 +102,7 @@ _READS: dict[Callable[..., Any], Callable[[bool], Any]] = {
 """Methods that read the one value of a tensor, with the type of the result for a bool."""
 
 
-class EqualMode(TorchFunctionMode):
+class EqualMode(FunctionMode):
     """Mode in which ``torch.equal`` and ``torch.allclose`` ask about a value, as ``(a == b).all()`` does.
 
     A bool is asked about as an integer where it is read: torch 2.11 loses track of the symbols of bools, and
@@ -110,21 +110,15 @@ class EqualMode(TorchFunctionMode):
     absent memory of a stand-in it crashes the process.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _call(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func is torch.Tensor.apply_:
             raise TypeError(".apply_ is not supported for tensor subclasses")
         compare = _COMPARISONS.get(func)
         if compare is not None:
-            return compare(*args, **(kwargs or {}))
+            return compare(*args, **kwargs)
         if func in _READS and args[0].dtype is torch.bool:
             return _READS[func](_is_true(args[0]))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _is_true(value: torch.Tensor) -> bool:
