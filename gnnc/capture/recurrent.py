@@ -41,19 +41,27 @@ def _is_symbolic(x: Any, _states: Any, weights: Any, *options: Any) -> bool:
     return padded and isinstance(x.shape[1 if batch_first else 0], SymInt) and not (train and dropout > 0)
 
 
-def _reference(function: Callable[..., Any]) -> Callable[..., list[Tensor]]:
-    def run(
-        x: Tensor,
-        states: list[Tensor],
-        weights: list[Tensor],
-        biases: bool,
-        layers: int,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> list[Tensor]:
-        state = states if function is torch.lstm else states[0]
-        options = biases, layers, 0.0, False, bidirectional, batch_first
-        return [result.contiguous() for result in function(x, state, weights, *options)]
+def _layer(
+    function: Function,
+    train: bool,
+    x: Tensor,
+    states: list[Tensor],
+    weights: list[Tensor],
+    biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> list[Tensor]:
+    """Return the results of a layer of torch; a layer that is not an LSTM takes its one state as it is."""
+    state = states if function is torch.lstm else states[0]
+    return list(function(x, state, weights, biases, layers, 0.0, train, bidirectional, batch_first))
+
+
+def _reference(function: Function) -> Callable[..., list[Tensor]]:
+    """Return the function of a layer's results."""
+
+    def run(*operands: Any) -> list[Tensor]:
+        return [result.contiguous() for result in _layer(function, False, *operands)]
 
     return run
 
@@ -71,26 +79,17 @@ def _fake(
     return [x.new_empty((*x.shape[:2], width)), *(x.new_empty(state.shape) for state in states)]
 
 
-def _gradient(function: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+def _gradient(function: Function) -> Callable[..., list[Tensor]]:
     """Return the function of a layer's gradients of its results to those of its input, states and weights."""
 
     def run(
-        gradients: list[Tensor],
-        x: Tensor,
-        states: list[Tensor],
-        weights: list[Tensor],
-        biases: bool,
-        layers: int,
-        bidirectional: bool,
-        batch_first: bool,
+        gradients: list[Tensor], x: Tensor, states: list[Tensor], weights: list[Tensor], *options: Any
     ) -> list[Tensor]:
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (x, *states, *weights)]
             own_states, own_weights = leaves[1 : 1 + len(states)], leaves[1 + len(states) :]
-            state = own_states if function is torch.lstm else own_states[0]
-            # cuDNN keeps what its backward pass reads in training mode alone
-            options = biases, layers, 0.0, True, bidirectional, batch_first
-            results = function(leaves[0], state, own_weights, *options)
+            # in train mode: cuDNN keeps what its backward pass reads in that mode alone
+            results = _layer(function, True, leaves[0], own_states, own_weights, *options)
             found = torch.autograd.grad(results, leaves, gradients)
         return [gradient.contiguous() for gradient in found]
 
