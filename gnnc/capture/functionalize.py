@@ -8,8 +8,8 @@ with another write, or with a call that would mean something else below autograd
 """
 
 import operator
-from collections.abc import Sequence, Set
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch.export import ExportedProgram
@@ -109,12 +109,8 @@ def _detach_blocks(graph_module: GraphModule) -> None:
             continue
         _detach_operands(node, getattr(graph_module, node.args[1].target))
         for result in list(node.users):
-            if not isinstance(result.meta.get("val"), torch.Tensor):
-                continue
-            with graph_module.graph.inserting_after(result):
-                detached = graph_module.graph.call_function(aten.detach.default, (result,))
-            detached.meta = dict(result.meta)
-            result.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
+            if isinstance(result.meta.get("val"), torch.Tensor):
+                _detach(result, result.meta)
     graph_module.recompile()
 
 
@@ -130,11 +126,16 @@ def _detach_operands(block: Node, body: GraphModule) -> None:
             continue
         if given in written and torch.is_grad_enabled():
             _refuse_write(operand, "under torch.no_grad()")
-        with body.graph.inserting_after(given):
-            detached = body.graph.call_function(aten.detach.default, (given,))
-        detached.meta = dict(operand.meta)
-        given.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
+        _detach(given, operand.meta)
     body.recompile()
+
+
+def _detach(node: Node, meta: dict[str, Any]) -> None:
+    """Let all readers of a node read its ``detach()``, which has a copy of ``meta``."""
+    with node.graph.inserting_after(node):
+        detached = node.graph.call_function(aten.detach.default, (node,))
+    detached.meta = dict(meta)
+    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
 
 
 def _refuse_max_norm(graph: Graph) -> None:
@@ -149,14 +150,10 @@ def _refuse_max_norm(graph: Graph) -> None:
 
 def _refuse_detached_writes(graph: Graph) -> None:
     """Refuse writes through ``detach()`` into tensors that have gradients."""
-    for node in graph.nodes:
-        if not _is_write(node):
-            continue
-        memory = _written_tensor(node)
-        while memory.op == "call_function" and (_is_write(memory) or _may_alias(memory)):
-            is_detached, memory = memory.target is aten.detach.default, first_operand(memory)
-            if is_detached:
-                _refuse_write(memory, "through detach() or .data")
+    for write in filter(_is_write, graph.nodes):
+        for node in _to_memory(_written_tensor(write)):
+            if node.target is aten.detach.default:
+                _refuse_write(first_operand(node), "through detach() or .data")
 
 
 def _refuse_write(tensor: Node, how: str) -> None:
@@ -172,9 +169,16 @@ def _refuse_write(tensor: Node, how: str) -> None:
 
 def _memory_of(node: Node) -> Node:
     """Return the node that made the memory of a tensor, behind views and writes."""
+    *_, memory = _to_memory(node)
+    return memory
+
+
+def _to_memory(node: Node) -> Iterator[Node]:
+    """Yield a tensor, the views and writes that it comes from, and last the node that made its memory."""
+    yield node
     while node.op == "call_function" and (_is_write(node) or _may_alias(node)):
         node = first_operand(node)
-    return node
+        yield node
 
 
 def _may_have_gradient(node: Node) -> bool:
