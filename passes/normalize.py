@@ -118,18 +118,18 @@ class Normalize:
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` normalized."""
         contiguous = contiguous_outputs(gm)
-        _clear_options_of_gradients(gm)
-        simplify(gm, keep_detached=any(map(wants_gradient, placeholders(gm))))
+        trains = any(map(wants_gradient, placeholders(gm)))
+        _clear_options_of_gradients(gm, trains)
+        simplify(gm, keep_detached=trains)
         restore_contiguous_outputs(gm, contiguous)
         return gm
 
 
-def _clear_options_of_gradients(gm: fx.GraphModule) -> None:
+def _clear_options_of_gradients(gm: fx.GraphModule, trains: bool) -> None:
     """Clear the options of embeddings where no gradient depends on them; no gradient is sparse."""
-    trained = any(map(wants_gradient, placeholders(gm)))
     for node in gm.graph.find_nodes(op="call_function", target=aten.embedding.default):
         table = first_operand(node)
-        is_trained = wants_gradient(table) if table.op == "placeholder" else trained
+        is_trained = wants_gradient(table) if table.op == "placeholder" else trains
         kept = ("padding_idx", "scale_grad_by_freq") if is_trained else ()
         node.args, node.kwargs = unpack(node, "weight", "indices", *kept), {}
 
@@ -201,10 +201,14 @@ class _Normalizer:
         if self.merged_symbols and not self.merged_symbols.isdisjoint(_unbacked(node)):
             node.meta["val"] = self.builder.infer(node)
         elif not self.restrided.isdisjoint(node.all_input_nodes):
-            before = _strides(node)
-            node.meta["val"] = self.builder.infer(node)
-            if _strides(node) != before:
-                self.restrided.add(node)
+            self._infer_again(node)
+
+    def _infer_again(self, node: Node) -> None:
+        """Infer the value of a node whose strides may have changed."""
+        before = _strides(node)
+        node.meta["val"] = self.builder.infer(node)
+        if _strides(node) != before:
+            self.restrided.add(node)
 
     def _filled(self, node: Node) -> Node | None:
         """Return a constant fill as ``aten.full(sizes, value)``, or None for another node."""
@@ -255,24 +259,18 @@ class _Normalizer:
         elif str(node.target) == "aten.sgn.default" and not value_of(node).is_complex():
             node.target = aten.sign.default  # the gradient of sgn is a number of no shape
         elif str(node.target) in _CASTS:
-            before, after = value_of(first_operand(node)), value_of(node)
-            options = {"dtype": after.dtype, "device": after.device}
-            changed = {name: kind for name, kind in options.items() if getattr(before, name) != kind}
-            node.target, node.args, node.kwargs = aten._to_copy.default, (first_operand(node),), changed
+            source = first_operand(node)
+            changed = _changed_options(source, node)
+            node.target, node.args, node.kwargs = aten._to_copy.default, (source,), changed
 
     def _spell_copy(self, node: Node) -> None:
         """Rewrite the write of ``src`` into all of ``self`` as a conversion and expansion of ``src``."""
         like, small = unpack(node, "self", "src")
-        before, after = value_of(small), value_of(like)
-        options = {"dtype": after.dtype, "device": after.device}
-        changed = {name: kind for name, kind in options.items() if getattr(before, name) != kind}
-        if changed:
+        if changed := _changed_options(small, like):
             small = self.builder.call(aten._to_copy.default, small, layer=node.meta["layer"], **changed)
         node.target, node.args = aten.expand.default, (small, self._expanded_sizes(small, like))
-        node.kwargs, strides = {}, _strides(node)
-        node.meta["val"] = self.builder.infer(node)
-        if _strides(node) != strides:
-            self.restrided.add(node)
+        node.kwargs = {}
+        self._infer_again(node)
 
     def _expanded_sizes(self, small: Any, like: Any) -> list[Any]:
         """Return the sizes of ``like``, from ``small`` where it has them, so that ``like`` may be dead."""
@@ -427,6 +425,12 @@ def _broadcast_to(shapes: Sequence[tuple[Any, ...]], result: tuple[Any, ...]) ->
     return all(
         any(len(shape) >= -dim and same_size(shape[dim], size) for shape in shapes) for dim, size in from_end
     )
+
+
+def _changed_options(before: Node, after: Node) -> dict[str, Any]:
+    """Return dtype and device of a value, where they differ from those of the value before."""
+    options = {"dtype": value_of(after).dtype, "device": value_of(after).device}
+    return {name: kind for name, kind in options.items() if getattr(value_of(before), name) != kind}
 
 
 def _strides(node: Node) -> Any:
