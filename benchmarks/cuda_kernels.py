@@ -96,7 +96,7 @@ struct GatherBody {
       if constexpr (kScaled) e.scale[i] = window.template factor<float>(place[i]);
     }
   }
-  // Where kStores, something for every column of the row, neighboring threads side by side.
+  // Stores a value in every column of the row where kStores, neighboring threads side by side.
   template <class Work>
   __device__ void finish(const Work& work, int) {
     if constexpr (kStores) {

@@ -45,7 +45,7 @@ def gain(before: float, after: float, volume: float, alpha: float = ALPHA) -> fl
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One step along the edges of a graph, from the sources to the destinations of a CSR.
+    """Aggregation over a CSR, after which a destination depends on the rows of its sources.
 
     Attributes:
         rowptr: node of the row pointers.
